@@ -1,4 +1,5 @@
-"""Write docs/reference/entry-points.md, the signatures of the entry points: python docs/entry_points.py"""
+"""Write docs/reference/entry-points.md, the signatures of the entry points: python
+docs/entry_points.py"""
 
 from __future__ import annotations
 
@@ -78,7 +79,9 @@ ENTRY_POINTS = (
 def page() -> str:
     """The whole page, in Markdown."""
     parts = [INTRODUCTION, *(section(each) for each in ENTRY_POINTS)]
-    parts.append("## Commands\n\n[Commands](../commands.md) has their options, as `--help` prints them.")
+    parts.append(
+        "## Commands\n\n[Commands](../commands.md) has their options, as `--help` prints them."
+    )
     parts.append("```text\n" + "\n".join(usage(command) for command in COMMANDS) + "\n```")
     return "\n\n".join(parts) + "\n"
 
@@ -86,10 +89,14 @@ def page() -> str:
 def section(entry: EntryPoint) -> str:
     """A class: its summary, the values of its named choices, and the signatures of its methods."""
     name = entry.cls.__name__
-    bases = [base.__name__ for base in entry.cls.__bases__ if base in {each.cls for each in ENTRY_POINTS}]
+    bases = [
+        base.__name__ for base in entry.cls.__bases__ if base in {each.cls for each in ENTRY_POINTS}
+    ]
     definition = f"class {name}({', '.join(bases)}):" if bases else f"class {name}:"
     stubs = [stub(entry.cls, method) for method in entry.methods]
-    code = "\n\n".join([f"# from {entry.package} import {name}\n{definition}\n{stubs[0]}", *stubs[1:]])
+    code = "\n\n".join(
+        [f"# from {entry.package} import {name}\n{definition}\n{stubs[0]}", *stubs[1:]]
+    )
     paragraph = (inspect.getdoc(entry.cls) or "").partition("\n\n")[0].replace("\n", " ")
     return "\n\n".join([f"## {name}", paragraph, *choices(entry), f"```python\n{code}\n```"])
 
@@ -131,7 +138,9 @@ def choices(entry: EntryPoint) -> list[str]:
         for parameter in inspect.signature(getattr(entry.cls, method)).parameters.values():
             for word in re.findall(r"\w+", str(parameter.annotation)):
                 if get_origin(names.get(word)) is Literal:
-                    lines[word] = f"`{word}`: {', '.join(f'`{each!r}`' for each in get_args(names[word]))}."
+                    lines[word] = (
+                        f"`{word}`: {', '.join(f'`{each!r}`' for each in get_args(names[word]))}."
+                    )
     return list(lines.values())
 
 

@@ -1,4 +1,5 @@
-"""What mkdocs calls for each page of the site: add the help of all commands, publish the Markdown."""
+"""What mkdocs calls for each page of the site: add the help of all commands, publish the
+Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from dualenc.cli import COMMANDS, build_app
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs for every page: the page of commands gets a section for each, others stay."""
+    """Called by mkdocs for every page: the page of commands gets a section for each, others
+    stay."""
     if page.file.src_uri != "commands.md":
         return markdown
     sections = [f"## dualenc {command}\n\n```text\n{help_text(command)}```" for command in COMMANDS]
@@ -20,7 +22,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Called by mkdocs for every finished page: publish its Markdown as well, which llms.txt links to."""
+    """Called by mkdocs for every finished page: publish its Markdown as well, which llms.txt links
+    to."""
     target = Path(config["site_dir"], page.file.src_uri)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(page.markdown, encoding="utf-8")

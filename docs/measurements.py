@@ -1,4 +1,5 @@
-"""Put the pages of eval/results into the site: links between them and docs/ then work there as in the repository."""
+"""Put the pages of eval/results into the site: links between them and docs/ then work there as in
+the repository."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ def on_files(files: Files, config: Any) -> Files:
     """Called by mkdocs with the files of docs/: add `eval/results/*.md` under their own paths."""
     root = Path(config.config_file_path).parent
     for page in sorted((root / "eval" / "results").glob("*.md")):
-        files.append(File.generated(config, page.relative_to(root).as_posix(), abs_src_path=str(page)))
+        files.append(
+            File.generated(config, page.relative_to(root).as_posix(), abs_src_path=str(page))
+        )
     return files
 
 

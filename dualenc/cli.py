@@ -1,8 +1,8 @@
 """Command line of `dualenc`: typed functions become subcommands, and errors one line.
 
-Parameters of a function, and the fields of its dataclasses, are options: `batch_size: int = 32` is `--batch-size 32`.
-Modules of commands import heavy libraries (torch, transformers, faiss, datasets) only inside their functions, so that
-every help text and most errors appear at once.
+Parameters of a function, and the fields of its dataclasses, are options: `batch_size: int = 32` is
+`--batch-size 32`. Modules of commands import heavy libraries (torch, transformers, faiss, datasets)
+only inside their functions, so that every help text and most errors appear at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,28 @@ from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, Unknow
 
 from dualenc import __version__
 from dualenc.errors import BelowTarget, DualencError, nearest
-from dualenc.terminal import printable, without_credentials
+from dualenc.io.terminal import printable, without_credentials
 
 COMMANDS = (
-    *("quickstart", "recipe", "train", "report", "embed", "index", "migrate", "push", "adapt", "mine"),
-    *("search", "evaluate retrieval", "evaluate image-text", "evaluate zero-shot", "evaluate probe"),
+    *(
+        "quickstart",
+        "recipe",
+        "train",
+        "report",
+        "embed",
+        "index",
+        "migrate",
+        "push",
+        "adapt",
+        "mine",
+    ),
+    *(
+        "search",
+        "evaluate retrieval",
+        "evaluate image-text",
+        "evaluate zero-shot",
+        "evaluate probe",
+    ),
     *("evaluate corrupted", "evaluate engine"),
 )
 """Each is a function in the module of `dualenc.commands` with its first word's name."""
@@ -45,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `dualenc` with the given arguments (default: those of the process).
 
     Returns:
-        The exit code: 0, 2 after a user's mistake, 1 after an unexpected error or a measurement below its target (all
-        reported in one line on stderr), 130 after Ctrl-C. With `--debug` errors are raised.
+        The exit code: 0, 2 after a user's mistake, 1 after an unexpected error or a measurement
+        below its target (all reported in one line on stderr), 130 after Ctrl-C. With `--debug`
+        errors are raised.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     words = [argument for argument in arguments if argument != "--debug"]
@@ -59,13 +77,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has closed its end; without this Python would complain when it closes stdout.
+        # The reader, such as `head`, has closed its end; without this Python would complain when it
+        # closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("dualenc: interrupted", file=sys.stderr)
         return 130
     except BaseException as error:
-        # A panic of a library in Rust, such as tokenizers, is no Exception; SystemExit is none either.
+        # A panic of a library in Rust, such as tokenizers, is no Exception; SystemExit is none
+        # either.
         is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if len(words) < len(arguments) or not is_failure:
             raise
@@ -75,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_app(first_words: Sequence[str] = ()) -> App:
-    """The commands that begin with one of these words, whose modules alone are imported; all if none does."""
+    """The commands that begin with one of these words, whose modules alone are imported; all if
+    none does."""
     app = App(
         name="dualenc",
         help="Train, evaluate and search with dual encoders. --debug shows the traceback of an error.",
@@ -97,7 +118,8 @@ def build_app(first_words: Sequence[str] = ()) -> App:
 
 
 def _flatten_options(function: Callable[..., Any]) -> None:
-    """Make each dataclass among the parameters optional, and its fields options without a prefix."""
+    """Make each dataclass among the parameters optional, and its fields options without a
+    prefix."""
     defaults = {}
     for name, hint in typing.get_type_hints(function).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -120,7 +142,8 @@ def _unmarked(value: Any) -> Any:
 
 
 def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
-    """One line about an error: a user's mistake as it is, out of memory with a remedy, anything else as a bug."""
+    """One line about an error: a user's mistake as it is, out of memory with a remedy, anything
+    else as a bug."""
     # File names and values in a message are untrusted.
     message = printable(without_credentials(" ".join(str(error).split())))
     if isinstance(error, CycloptsError):
@@ -136,7 +159,9 @@ def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
     # torch's OutOfMemoryError is compared by name: importing torch takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
-    return f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
+    return (
+        f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
+    )
 
 
 def _about_hyphen(error: CycloptsError, words: Sequence[str], command: str) -> str:

@@ -1,7 +1,9 @@
-"""Communication between processes: collectives and gradient averaging. No other file imports `torch.distributed`.
+"""Communication between processes: collectives and gradient averaging. No other file imports
+`torch.distributed`.
 
-With one process (or before a process group exists) every function is the identity, so callers never branch.
-Tensors may have a different first dimension on each rank: the last batch of an epoch rarely divides evenly.
+With one process (or before a process group exists) every function is the identity, so callers never
+branch. Tensors may have a different first dimension on each rank: the last batch of an epoch rarely
+divides evenly.
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ _is_single = False
 
 def is_initialized() -> bool:
     """Whether this process takes part in a process group of more than one."""
-    return not _is_single and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return (
+        not _is_single
+        and dist.is_available()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    )
 
 
 @contextmanager
@@ -57,20 +64,26 @@ def is_main() -> bool:
 
 @contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Explain in one line that another process hangs or has ended, on gloo; NCCL ends the process itself.
+    """Explain in one line that another process hangs or has ended, on gloo; NCCL ends the process
+    itself.
 
     Raises:
-        DualencError: another process did not answer within the time limit of the process group, or is gone.
+        DualencError: another process did not answer within the time limit of the process group, or
+            is gone.
     """
     try:
         yield
     except RuntimeError as error:
         # gloo has no exception classes for these.
         if re.search("timed out|timeout", str(error), re.IGNORECASE):
-            problem = "another process of this run did not answer in time: it hangs or is far behind"
+            problem = (
+                "another process of this run did not answer in time: it hangs or is far behind"
+            )
             remedy = "see its message, and raise trainer.timeout_minutes if it only needs longer"
         elif re.search("connection|socket|broken pipe|remote process", str(error), re.IGNORECASE):
-            problem = "the connection to another process of this run is lost: it has ended or was killed"
+            problem = (
+                "the connection to another process of this run is lost: it has ended or was killed"
+            )
             remedy = "see its message, then resume with --resume"
         else:
             raise
@@ -105,7 +118,8 @@ def broadcast_object(value: Any) -> Any:
 
 
 def from_main(work: Callable[[], Result]) -> Result:
-    """The main process's result of `work` on every rank; its `DualencError` is raised on all, so that none waits."""
+    """The main process's result of `work` on every rank; its `DualencError` is raised on all, so
+    that none waits."""
     outcome: tuple[Any, str | None] = (None, None)
     if is_main():
         try:
@@ -120,7 +134,8 @@ def from_main(work: Callable[[], Result]) -> Result:
 
 @explain_lost_process()
 def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each of this rank's numbers, equally many on every rank, those of all ranks in rank order; one exchange."""
+    """For each of this rank's numbers, equally many on every rank, those of all ranks in rank
+    order; one exchange."""
     if not is_initialized():
         return [[number] for number in local_numbers]
     # As tensors: objects would be pickled, and take two exchanges.
@@ -133,7 +148,8 @@ def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[lis
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
-    """The contiguous part of `range(total)` that a rank (this one by default) works on; sizes differ by one at most."""
+    """The contiguous part of `range(total)` that a rank (this one by default) works on; sizes
+    differ by one at most."""
     of_rank = rank() if of_rank is None else of_rank
     share, extra = divmod(total, of_world or world_size())
     start = of_rank * share + min(of_rank, extra)
@@ -141,14 +157,16 @@ def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = No
 
 
 def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """This rank's `rank_slice` of a tensor (n, ...) that all ranks have, and the sizes of all ranks' slices."""
+    """This rank's `rank_slice` of a tensor (n, ...) that all ranks have, and the sizes of all
+    ranks' slices."""
     slices = [rank_slice(len(tensor), of_rank=number) for number in range(world_size())]
     sizes = [part.stop - part.start for part in slices]
     return tensor[slices[rank()]], sizes
 
 
 def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
-    """Concatenate (b, ...) over ranks to (B, ...), without gradient; known sizes of all ranks save an exchange."""
+    """Concatenate (b, ...) over ranks to (B, ...), without gradient; known sizes of all ranks save
+    an exchange."""
     if not is_initialized():
         return tensor.detach() if tensor.requires_grad else tensor
     return _all_gather(tensor.detach(), sizes or _sizes(tensor))
@@ -157,8 +175,8 @@ def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
     """`gather` whose backward pass gives each rank the sum over ranks of the gradients of its rows.
 
-    Together with `average_gradients`, and losses whose average over ranks is the global loss, the result is the
-    gradient of one process with the global batch.
+    Together with `average_gradients`, and losses whose average over ranks is the global loss, the
+    result is the gradient of one process with the global batch.
     """
     if not is_initialized():
         return tensor
@@ -167,7 +185,8 @@ def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 
 @explain_lost_process()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """The element-wise "sum", "mean", "max" or "min" over ranks, without gradient; the tensor itself of one process."""
+    """The element-wise "sum", "mean", "max" or "min" over ranks, without gradient; the tensor
+    itself of one process."""
     if not is_initialized():
         return tensor.detach()
     result = tensor.detach().clone()
@@ -180,15 +199,17 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 @explain_lost_process()
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Average the gradients of parameters, the same on every rank, over ranks; call it after the backward pass.
+    """Average the gradients of parameters, the same on every rank, over ranks; call it after the
+    backward pass.
 
-    A missing gradient counts as zero, and a parameter that no rank has used keeps none. Of sparse gradients each rank
-    gets all rows.
+    A missing gradient counts as zero, and a parameter that no rank has used keeps none. Of sparse
+    gradients each rank gets all rows.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not is_initialized() or not trained:
         return
-    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 none, 1 dense, 2 sparse.
+    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 none, 1
+    # dense, 2 sparse.
     own_kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in trained])
     kinds = all_reduce(own_kinds.to(trained[0].device), "max").tolist()
     sent = []
@@ -205,7 +226,8 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _average_rows(parameter: torch.nn.Parameter) -> None:
-    """Average a sparse gradient over ranks: the rows of all of them, each divided by the number of ranks."""
+    """Average a sparse gradient over ranks: the rows of all of them, each divided by the number of
+    ranks."""
     rows = torch.empty(0, dtype=torch.int64, device=parameter.device)  # (n,)
     values = parameter.detach()[:0]  # (n, …)
     if parameter.grad is not None:
@@ -216,7 +238,9 @@ def _average_rows(parameter: torch.nn.Parameter) -> None:
     all_rows = gather(rows, sizes)
     all_values = gather(values / world_size(), sizes)
     # torch warns of a choice that is not made; rows of gradients lie inside their parameter.
-    parameter.grad = torch.sparse_coo_tensor(all_rows[None], all_values, parameter.shape, check_invariants=False)
+    parameter.grad = torch.sparse_coo_tensor(
+        all_rows[None], all_values, parameter.shape, check_invariants=False
+    )
 
 
 def _sizes(tensor: Tensor) -> list[int]:
@@ -226,7 +250,8 @@ def _sizes(tensor: Tensor) -> list[int]:
 
 @explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Gather tensors of different lengths: gloo and NCCL want equal shapes, so pad and cut the padding off."""
+    """Gather tensors of different lengths: gloo and NCCL want equal shapes, so pad and cut the
+    padding off."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,4 +1,5 @@
-"""The exceptions that a user's mistake raises, other libraries' errors in one line, and suggestions of valid names."""
+"""The exceptions that a user's mistake raises, other libraries' errors in one line, and suggestions
+of valid names."""
 
 from __future__ import annotations
 
@@ -9,18 +10,34 @@ from contextlib import contextmanager
 
 
 class DualencError(ValueError):
-    """A mistake in data, files or arguments, reported in one line: what is wrong, where, and how to fix it.
+    """Report a mistake in data, files or arguments in one line.
 
-    The command line prints the line and exits with code 2; Python callers may catch it as a `ValueError`.
+    The command line prints the line and exits with code 2; Python callers may catch it as a
+    `ValueError`.
+
+        raise DualencError("gamma must be in (0, 1], got 0", fix="leave it out", where="SogCLR")
+        # SogCLR: gamma must be in (0, 1], got 0; leave it out
+
+    Args:
+        problem: what is wrong.
+        fix: how to correct it.
+        where: the file, folder, class or key that it is about.
     """
+
+    def __init__(self, problem: str, *, fix: str = "", where: object = "") -> None:
+        place = f"{where}: " if str(where) else ""
+        remedy = f"; {fix}" if fix else ""
+        super().__init__(f"{place}{problem}{remedy}")
 
 
 class BadSample(DualencError):
-    """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or raise it."""
+    """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or
+    raise it."""
 
 
 class BelowTarget(DualencError):
-    """A measurement that does not reach what was asked for or promised; the command line exits with code 1."""
+    """A measurement that does not reach what was asked for or promised; the command line exits with
+    code 1."""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -45,17 +62,21 @@ def _abbreviates(word: str, name: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of another library's message as one line, of FAISS's without the C++ function and file."""
+    """The beginning of another library's message as one line, of FAISS's without the C++ function
+    and file."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)[:300].rstrip(".:")
+    return re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)[:300].rstrip(
+        ".:"
+    )
 
 
 @contextmanager
 def explain(what: str, advice: str) -> Iterator[None]:
-    """Report another library's error in one line: what failed, the first line of its message, and advice."""
+    """Report another library's error in one line: what failed, the first line of its message, and
+    advice."""
     try:
         yield
     except DualencError:

@@ -13,7 +13,8 @@ import torch
 
 
 def derive_seed(*parts: int | str, bits: int = 63) -> int:
-    """A seed that is a pure function of numbers and words, the same on every machine; other parts give another one.
+    """A seed that is a pure function of numbers and words, the same on every machine; other parts
+    give another one.
 
     Args:
         parts: for instance ("batch", seed, epoch, index, view).
@@ -34,7 +35,8 @@ def seed_everything(seed: int, rank: int = 0) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as types that `torch.load` trusts."""
+    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as types that
+    `torch.load` trusts."""
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -59,7 +61,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restore all generators at the end, so that an evaluation does not change what the training draws."""
+    """Restore all generators at the end, so that an evaluation does not change what the training
+    draws."""
     state = random_state()
     try:
         yield

@@ -1,18 +1,21 @@
-"""What is training against the whole index worth, where documents are vectors that stay as they are?
+"""What is training against the whole index worth, where documents are vectors that stay as they
+are?
 
-    python eval/adapting.py run DATA VECTORS "[scifact,medquad]"                 # methods at equal seconds of one core
-    python eval/adapting.py keep DATA VECTORS medquad "[scifact,papers]"         # between the original and the adapted
-    python eval/adapting.py few DATA VECTORS medquad                             # with few pairs
-    python eval/adapting.py report --figures docs/figures
+    python eval/adapting.py run DATA VECTORS "[scifact,medquad]"                 # methods at equal
+    seconds of one core python eval/adapting.py keep DATA VECTORS medquad "[scifact,papers]"
+    # between the original and the adapted python eval/adapting.py few DATA VECTORS medquad
+    # with few pairs python eval/adapting.py report --figures docs/figures
 
-DATA/NAME is a BEIR folder, VECTORS/NAME/{corpus,queries} are what `dualenc embed` made of its two sides. Query vectors
-go through a map that begins as the identity. A tenth of the training pairs, of 500 queries at most, is held out by
-documents, as `dualenc adapt` does. Test nDCG@10 is over all documents, of three groups of queries: all; those with a
-relevant document in the pairs that are trained on ("seen"); those with none in any pair of train.tsv ("new").
+DATA/NAME is a BEIR folder, VECTORS/NAME/{corpus,queries} are what `dualenc embed` made of its two
+sides. Query vectors go through a map that begins as the identity. A tenth of the training pairs, of
+500 queries at most, is held out by documents, as `dualenc adapt` does. Test nDCG@10 is over all
+documents, of three groups of queries: all; those with a relevant document in the pairs that are
+trained on ("seen"); those with none in any pair of train.tsv ("new").
 
-Every method is tuned alike on the held-out pairs with the first seed: τ at the middle rate, then the rate, both on past
-an edge; every run keeps the weights of its best evaluation, of ten and the one before. Seconds are of one core, without
-evaluations. One line per run is added to --results, and a run that is there already is not made again.
+Every method is tuned alike on the held-out pairs with the first seed: τ at the middle rate, then
+the rate, both on past an edge; every run keeps the weights of its best evaluation, of ten and the
+one before. Seconds are of one core, without evaluations. One line per run is added to --results,
+and a run that is there already is not made again.
 """
 
 from __future__ import annotations
@@ -65,10 +68,13 @@ class Trainings:
         return self.runs.get([{**self.common, **settings}], compute)[0]
 
     def best(self, name: str, values: Sequence[float], **fixed: float) -> float:
-        """The value of a setting with the highest quality on held-out pairs, also beyond the edges."""
+        """The value of a setting with the highest quality on held-out pairs, also beyond the
+        edges."""
         tried = sorted(values)
         for _ in range(1 + BEYOND_EDGE):
-            quality = {value: self.get(**fixed, **{name: value}, seed=0)["validation"] for value in tried}
+            quality = {
+                value: self.get(**fixed, **{name: value}, seed=0)["validation"] for value in tried
+            }
             winner = max(tried, key=quality.__getitem__)
             if winner == tried[0]:
                 tried.insert(0, float(f"{winner * tried[0] / tried[1]:.1g}"))
@@ -79,7 +85,10 @@ class Trainings:
     def tune(self) -> dict[str, float]:
         """τ and rate."""
         temperature = self.best("temperature", TEMPERATURES, rate=RATES[0])
-        return {"temperature": temperature, "rate": self.best("rate", RATES, temperature=temperature)}
+        return {
+            "temperature": temperature,
+            "rate": self.best("rate", RATES, temperature=temperature),
+        }
 
 
 def run(
@@ -104,7 +113,8 @@ def run(
         tower: kind of the map of queries.
         tuning: share of a training's length while τ and rate are chosen.
         seeds: of each method.
-        hold_known: tune, stop, and then choose a share of the original weights by held-out queries of both kinds.
+        hold_known: tune, stop, and then choose a share of the original weights by held-out queries
+            of both kinds.
         results: where finished runs are added.
     """
     torch.set_num_threads(1)
@@ -126,7 +136,10 @@ def run(
 def add_unadapted(task: Task, runs: Runs) -> None:
     """Measure the query vectors as they are."""
     measured = task.grouped(task.quality(lambda queries: queries, task.test))
-    runs.get([{"task": task.name, "method": "unadapted"}], lambda missing: ((one, measured) for one in missing))
+    runs.get(
+        [{"task": task.name, "method": "unadapted"}],
+        lambda missing: ((one, measured) for one in missing),
+    )
 
 
 def steps_of(task: Task, epochs: float) -> int:
@@ -135,10 +148,20 @@ def steps_of(task: Task, epochs: float) -> int:
 
 
 def tune_and_train(
-    task: Task, runs: Runs, method: str, tower: str, length: dict[str, float], tuning: float, seeds: int
+    task: Task,
+    runs: Runs,
+    method: str,
+    tower: str,
+    length: dict[str, float],
+    tuning: float,
+    seeds: int,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """τ and rate by a `tuning` share of the length, and the runs of all seeds with them at full length."""
-    short = {name: round(tuning * value, 1 if name == "seconds" else None) for name, value in length.items()}
+    """τ and rate by a `tuning` share of the length, and the runs of all seeds with them at full
+    length."""
+    short = {
+        name: round(tuning * value, 1 if name == "seconds" else None)
+        for name, value in length.items()
+    }
     tuned = Trainings(task, runs, method=method, map=tower, **short).tune()
     trainings = Trainings(task, runs, method=method, map=tower, **length)
     found = [trainings.get(**tuned, seed=seed) for seed in range(seeds)]
@@ -159,7 +182,8 @@ def few(
     seeds: int = 3,
     results: Path = RESULTS,
 ) -> None:
-    """Train with few pairs, of which a tenth is held out, by the exact loss and by InfoNCE for the same seconds.
+    """Train with few pairs, of which a tenth is held out, by the exact loss and by InfoNCE for the
+    same seconds.
 
     Args:
         data, vectors: folders of all tasks.
@@ -181,7 +205,9 @@ def few(
             steps = max(MIN_STEPS, steps_of(opened, epochs))
             exact = Trainings(opened, runs, method=EXACT, steps=steps, **common).get(**settings)
             seconds = max(0.1, round(exact["spent"], 1))
-            Trainings(opened, runs, method="InfoNCE, B = 32", seconds=seconds, **common).get(**settings)
+            Trainings(opened, runs, method="InfoNCE, B = 32", seconds=seconds, **common).get(
+                **settings
+            )
 
 
 def keep(
@@ -195,7 +221,8 @@ def keep(
     seeds: int = 3,
     results: Path = RESULTS,
 ) -> None:
-    """Interpolate between the original map and the one at the end of the training, and measure the task and others.
+    """Interpolate between the original map and the one at the end of the training, and measure the
+    task and others.
 
     Args:
         data, vectors: folders of all tasks.
@@ -210,7 +237,9 @@ def keep(
     length = {"steps": steps_of(own, epochs)}
     tuned, _ = tune_and_train(own, runs, EXACT, tower, length, tuning, seeds)
     base = {"task": task, "method": "keep", "map": tower, **length, **tuned}
-    measured = {name: own if name == task else Task(data, vectors, name) for name in (task, *others)}
+    measured = {
+        name: own if name == task else Task(data, vectors, name) for name in (task, *others)
+    }
 
     def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
         settings = {"method": EXACT, "map": tower, **length, **tuned}
@@ -229,10 +258,20 @@ def keep(
             means = {query: statistics.mean(own[query] for own in scores) for query in scores[0]}
             found = paired_bootstrap(unadapted, list(means.values()))
             interval = {"difference": found.difference, "low": found.low, "high": found.high}
-            interval["deviation"] = statistics.stdev(statistics.mean(own.values()) for own in scores)
-            yield one, {**other.grouped(means), **{name: round(value, 4) for name, value in interval.items()}}
+            interval["deviation"] = statistics.stdev(
+                statistics.mean(own.values()) for own in scores
+            )
+            yield (
+                one,
+                {
+                    **other.grouped(means),
+                    **{name: round(value, 4) for name, value in interval.items()},
+                },
+            )
 
-    runs.get([{**base, "on": name, "keep": share} for name in measured for share in SHARES], compute)
+    runs.get(
+        [{**base, "on": name, "keep": share} for name in measured for share in SHARES], compute
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from comparison_table import Runs
 from matplotlib.figure import Figure
 
 from dualenc.evaluation.plots import COLOURS, as_svg
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 
 RESULTS = Path("eval/results/adapting.jsonl")
 GROUPS = ("all", "seen", "new")
@@ -29,17 +29,27 @@ def report(results: Path = RESULTS, figures: Path | None = None) -> None:
     """
     found = list(Runs(results).found.values())
     for task in dict.fromkeys(one["settings"]["task"] for one in found):
-        own = [one for one in found if one["settings"]["task"] == task and one["settings"]["method"] != "keep"]
+        own = [
+            one
+            for one in found
+            if one["settings"]["task"] == task and one["settings"]["method"] != "keep"
+        ]
         few = [one for one in own if "pairs" in one["settings"]]
         whole = [one for one in own if "pairs" not in one["settings"]]
         print_rows(f"{task}: methods", whole)
         print_rows(f"{task}: few pairs", few)
     shares = [one for one in found if one["settings"]["method"] == "keep"]
-    for task, other in dict.fromkeys((one["settings"]["task"], one["settings"]["on"]) for one in shares):
+    for task, other in dict.fromkeys(
+        (one["settings"]["task"], one["settings"]["on"]) for one in shares
+    ):
         points = along(shares, task, other)
         groups = GROUPS if task == other else GROUPS[:1]
         rows = [
-            {"keep": keep, **{group: one[group] for group in groups}, "over unadapted": interval(one)}
+            {
+                "keep": keep,
+                **{group: one[group] for group in groups},
+                "over unadapted": interval(one),
+            }
             for keep, one in points
         ]
         print_table(Table(f"adapted to {task}, measured on {other}", rows))
@@ -48,7 +58,8 @@ def report(results: Path = RESULTS, figures: Path | None = None) -> None:
 
 
 def print_rows(title: str, found: Sequence[dict[str, Any]]) -> None:
-    """A row for all seeds of the same settings; single seeds were only tried, unless they are text models."""
+    """A row for all seeds of the same settings; single seeds were only tried, unless they are text
+    models."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for one in found:
         # Subsets of few pairs have lengths of their own.
@@ -69,7 +80,9 @@ def print_rows(title: str, found: Sequence[dict[str, Any]]) -> None:
         for group in GROUPS:
             row[group] = mean_spread([one[group] for one in own if group in one])
         for group in GROUPS:
-            row[f"last, {group}"] = mean_spread([one["last"][group] for one in own if group in one.get("last", {})])
+            row[f"last, {group}"] = mean_spread(
+                [one["last"][group] for one in own if group in one.get("last", {})]
+            )
         for name in ("spent", "embedding", "done", "best", "share"):
             row[name] = mean_spread([one[name] for one in own if name in one], digits=2)
         row["queries"] = " / ".join(str(own[0][f"{group} queries"]) for group in GROUPS)
@@ -88,9 +101,13 @@ def mean_spread(values: Sequence[float], digits: int = 3) -> str | None:
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.{digits}f}"
 
 
-def along(shares: Sequence[dict[str, Any]], task: str, other: str) -> list[tuple[float, dict[str, Any]]]:
+def along(
+    shares: Sequence[dict[str, Any]], task: str, other: str
+) -> list[tuple[float, dict[str, Any]]]:
     """The points of one curve: the share that is kept of the original weights, and its measures."""
-    own = [one for one in shares if (one["settings"]["task"], one["settings"]["on"]) == (task, other)]
+    own = [
+        one for one in shares if (one["settings"]["task"], one["settings"]["on"]) == (task, other)
+    ]
     return sorted(((one["settings"]["keep"], one) for one in own), key=lambda point: point[0])
 
 
@@ -99,7 +116,8 @@ def interval(point: dict[str, Any]) -> str:
 
 
 def draw(shares: Sequence[dict[str, Any]], path: Path) -> None:
-    """Gain over the unadapted queries by share, a panel for each task that was adapted to; bands: 95 % intervals."""
+    """Gain over the unadapted queries by share, a panel for each task that was adapted to; bands:
+    95 % intervals."""
     tasks = list(dict.fromkeys(one["settings"]["task"] for one in shares))
     measured = list(dict.fromkeys(one["settings"]["on"] for one in shares))
     colour_of = dict(zip(measured, COLOURS))
@@ -110,7 +128,9 @@ def draw(shares: Sequence[dict[str, Any]], path: Path) -> None:
             if not points:
                 continue
             x = [1 - keep for keep, _ in points]
-            low, middle, high = ([one[name] for _, one in points] for name in ("low", "difference", "high"))
+            low, middle, high = (
+                [one[name] for _, one in points] for name in ("low", "difference", "high")
+            )
             axes.plot(x, middle, marker="o", markersize=3, color=colour_of[other], label=other)
             axes.fill_between(x, low, high, color=colour_of[other], alpha=0.15, linewidth=0)
         axes.axhline(0, color="grey", linewidth=0.8)

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.data import PairDataset
-from dualenc.data.clicks import split_by_documents
 from dualenc.data.corpus import RetrievalSet
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.readers.clicks import split_by_documents
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.evaluation.metrics import score_queries
 from dualenc.evaluation.retrieval import retrieve
 
@@ -39,9 +39,10 @@ class Task:
     Attributes:
         documents, queries: (N, D) and (Q, D) unit vectors.
         pairs: (P, 2) rows of a query and of a document, to train on.
-        positives: (Q, K) rows of the documents that are in a training pair of each query, padded with -1.
-        new, known, test: judgements of held-out queries whose documents are in no training pair, of held-out queries
-            whose documents are in some, and of test queries.
+        positives: (Q, K) rows of the documents that are in a training pair of each query, padded
+            with -1.
+        new, known, test: judgements of held-out queries whose documents are in no training pair, of
+            held-out queries whose documents are in some, and of test queries.
     """
 
     def __init__(
@@ -61,9 +62,16 @@ class Task:
         self.documents = unit(documents.vectors)
         self.queries = unit(queries.vectors)
         train, self.test = read_judgements(data / name / "qrels")
-        listed = [(query, own) for query, grades in train.items() for own, grade in grades.items() if grade > 0]
+        listed = [
+            (query, own)
+            for query, grades in train.items()
+            for own, grade in grades.items()
+            if grade > 0
+        ]
         query_names, document_names = zip(*listed, strict=True)
-        all_pairs = np.stack([queries.rows_of(query_names), documents.rows_of(document_names)], axis=1)
+        all_pairs = np.stack(
+            [queries.rows_of(query_names), documents.rows_of(document_names)], axis=1
+        )
         all_pairs = all_pairs[(all_pairs >= 0).all(axis=1)]
         if pairs is not None:
             all_pairs = all_pairs[np.random.default_rng(seed).permutation(len(all_pairs))[:pairs]]
@@ -71,7 +79,9 @@ class Task:
         self.pairs = train_pairs if hold_known else np.concatenate([train_pairs, known])
         self.new = self._judgements(new)
         self.known = self._judgements(known) if hold_known else {}
-        self.positives = torch.full((len(self.queries), int(np.bincount(self.pairs[:, 0]).max())), -1)
+        self.positives = torch.full(
+            (len(self.queries), int(np.bincount(self.pairs[:, 0]).max())), -1
+        )
         filled = [0] * len(self.queries)
         for query, document in self.pairs.tolist():
             self.positives[query, filled[query]] = document
@@ -91,24 +101,35 @@ class Task:
         rows = [row for row, name in enumerate(self.query_ids) if name in qrels]
         with torch.no_grad():
             embeddings = encode(self.queries[rows]).numpy()
-        return self.quality_of([self.query_ids[row] for row in rows], embeddings, self.documents.numpy(), qrels)
+        return self.quality_of(
+            [self.query_ids[row] for row in rows], embeddings, self.documents.numpy(), qrels
+        )
 
     def quality_of(
         self, names: Sequence[str], queries: np.ndarray, documents: np.ndarray, qrels: Qrels
     ) -> dict[str, float]:
         """The same from embeddings (n, D) of queries and (N, D) of all documents."""
         run = retrieve(names, queries, self.document_ids, documents, depth=10, qrels=qrels)
-        return {query: scores["ndcg@10"] for query, scores in score_queries(qrels, run, (10,)).items()}
+        return {
+            query: scores["ndcg@10"] for query, scores in score_queries(qrels, run, (10,)).items()
+        }
 
     def grouped(self, per_query: dict[str, float]) -> dict[str, float]:
         """Mean over all test queries, over the seen ones and the new ones, and their numbers."""
-        relevant = {query: {own for own, grade in self.test[query].items() if grade > 0} for query in per_query}
+        relevant = {
+            query: {own for own, grade in self.test[query].items() if grade > 0}
+            for query in per_query
+        }
         groups = {
             "all": list(per_query.values()),
             "seen": [value for query, value in per_query.items() if relevant[query] & self.trained],
-            "new": [value for query, value in per_query.items() if not relevant[query] & self.listed],
+            "new": [
+                value for query, value in per_query.items() if not relevant[query] & self.listed
+            ],
         }
-        means = {name: round(statistics.mean(values), 4) for name, values in groups.items() if values}
+        means = {
+            name: round(statistics.mean(values), 4) for name, values in groups.items() if values
+        }
         return means | {f"{name} queries": len(values) for name, values in groups.items()}
 
     def texts(self, collection: RetrievalSet) -> tuple[list[str], np.ndarray]:
@@ -122,17 +143,22 @@ class Task:
         queries, left_id = self.texts(collection)
         used, right_id = np.unique(self.pairs[:, 1], return_inverse=True)
         text_of = dict(zip(collection.corpus.ids, collection.corpus.items, strict=True))
-        return PairDataset(queries, [text_of[self.document_ids[row]] for row in used.tolist()], left_id, right_id)
+        return PairDataset(
+            queries, [text_of[self.document_ids[row]] for row in used.tolist()], left_id, right_id
+        )
 
 
 def read_judgements(folder: Path) -> tuple[Qrels, Qrels]:
-    """Of training and test queries; where there is no train.tsv, of two random halves of the test queries."""
+    """Of training and test queries; where there is no train.tsv, of two random halves of the test
+    queries."""
     test = read_qrels(folder / "test.tsv")
     if (folder / "train.tsv").exists():
         return read_qrels(folder / "train.tsv"), test
     order = np.random.default_rng(0).permutation(sorted(test)).tolist()
     middle = len(order) // 2
-    return {query: test[query] for query in order[:middle]}, {query: test[query] for query in order[middle:]}
+    return {query: test[query] for query in order[:middle]}, {
+        query: test[query] for query in order[middle:]
+    }
 
 
 def read_qrels(file: Path) -> Qrels:
@@ -145,11 +171,16 @@ def read_qrels(file: Path) -> Qrels:
 
 
 def divided(pairs: np.ndarray, queries: np.ndarray, documents: np.ndarray) -> Iterator[np.ndarray]:
-    """Pairs (P, 2) to train on, and of held-out queries with documents in none or in some of these."""
-    items = PairDataset(queries, documents, *pairs.T, left_modality="vector", right_modality="vector")
+    """Pairs (P, 2) to train on, and of held-out queries with documents in none or in some of
+    these."""
+    items = PairDataset(
+        queries, documents, *pairs.T, left_modality="vector", right_modality="vector"
+    )
     parts = split_by_documents(items, share=HELD_OUT, most=MAX_HELD_OUT)
     for part in (parts.train, parts.new, parts.known):
-        left, right = (np.zeros(0, np.int64),) * 2 if part is None else (part.left_id, part.right_id)
+        left, right = (
+            (np.zeros(0, np.int64),) * 2 if part is None else (part.left_id, part.right_id)
+        )
         yield np.stack([left, right], axis=1)
 
 

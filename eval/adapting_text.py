@@ -1,6 +1,8 @@
-"""What would training the text model itself be worth, with all documents embedded again or with their vectors frozen?
+"""What would training the text model itself be worth, with all documents embedded again or with
+their vectors frozen?
 
-    python eval/adapting_text.py DATA VECTORS scifact MODEL                      # and --way queries, --way lora
+    python eval/adapting_text.py DATA VECTORS scifact MODEL                      # and --way
+    queries, --way lora
 
 Beside `adapting.py`, whose folders, groups of queries and results these are.
 """
@@ -20,11 +22,11 @@ from adapting_task import Task
 from comparison_table import Runs, Settings
 
 from dualenc.data import PairDataset
-from dualenc.data.beir import read_beir
 from dualenc.data.corpus import RetrievalSet
+from dualenc.data.readers.beir import read_beir
 from dualenc.encoders import DualEncoder, IndexEncoder, TextEncoder
 from dualenc.objectives import FrozenCorpus, Objective, SogCLR
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.training import Trainer
 
 
@@ -47,8 +49,9 @@ def main(
         data, vectors: folders of all tasks.
         task: name of the task.
         model: folder or hub name of the text model that made the vectors.
-        way: "whole": `SogCLR` with the positive in the softmax, and all documents embedded again; "queries" and "lora":
-            `FrozenCorpus`, the query tower whole or by adapters of rank 16, and the documents' vectors as they are.
+        way: "whole": `SogCLR` with the positive in the softmax, and all documents embedded again;
+            "queries" and "lora": `FrozenCorpus`, the query tower whole or by adapters of rank 16,
+            and the documents' vectors as they are.
         epochs: passes over the training pairs.
         temperature, rate: τ and learning rate.
         tokens: of a text in training; documents are embedded by 256, in bfloat16.
@@ -59,18 +62,31 @@ def main(
     opened = Task(data, vectors, task)
     train = read_beir(data / task, "train")
     test = read_beir(data / task, "test")
-    settings = {"task": task, "method": f"text, {way}", "epochs": epochs, "temperature": temperature, "rate": rate}
+    settings = {
+        "task": task,
+        "method": f"text, {way}",
+        "epochs": epochs,
+        "temperature": temperature,
+        "rate": rate,
+    }
     settings |= {"tokens": tokens, "seed": seed}
 
     def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
         for one in missing:
             torch.manual_seed(seed)
             base = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
-            encoder, pairs, objective = whole(base, opened, train) if way == "whole" else queries(base, opened, train)
+            encoder, pairs, objective = (
+                whole(base, opened, train) if way == "whole" else queries(base, opened, train)
+            )
             with torch.no_grad():
                 objective.log_temperature.fill_(math.log(temperature))
             with tempfile.TemporaryDirectory() as folder:
-                options = {"epochs": epochs, "learning_rate": rate, "seed": seed, "save_every": None}
+                options = {
+                    "epochs": epochs,
+                    "learning_rate": rate,
+                    "seed": seed,
+                    "save_every": None,
+                }
                 trainer = Trainer(output=folder, mixed_precision="auto", progress=False, **options)
                 begun = time.process_time()
                 trained = trainer.fit(encoder, pairs, objective)
@@ -86,7 +102,11 @@ def main(
             embedding = time.process_time() - begun
             tested = embed(encoder.left, test.queries, batch_size=32, progress=False)
             per_query = opened.quality_of(tested.ids, tested.vectors, documents, opened.test)
-            measures = {"spent": round(spent, 1), "embedding": round(embedding, 1), "done": trained.steps}
+            measures = {
+                "spent": round(spent, 1),
+                "embedding": round(embedding, 1),
+                "done": trained.steps,
+            }
             yield one, {**opened.grouped(per_query), **measures}
 
     Runs(results).get([settings], compute)
@@ -110,7 +130,11 @@ def queries(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
     items, left_id = task.texts(texts)
     documents = task.documents.numpy()
     pairs = PairDataset(items, documents, left_id, task.pairs[:, 1], right_modality="vector")
-    return encoder, pairs, FrozenCorpus(documents, num_left=pairs.num_left, positive_in_softmax=True)
+    return (
+        encoder,
+        pairs,
+        FrozenCorpus(documents, num_left=pairs.num_left, positive_in_softmax=True),
+    )
 
 
 if __name__ == "__main__":

@@ -67,10 +67,15 @@ class Training:
         sizes = {"num_left": len(task.queries), "num_right": len(task.documents)}
         self.objective: Objective = InfoNCE(temperature=settings["temperature"], **sizes)
         if settings["method"].startswith("FrozenCorpus"):
-            options = {"temperature": settings["temperature"], "positive_in_softmax": settings["method"] == EXACT}
+            options = {
+                "temperature": settings["temperature"],
+                "positive_in_softmax": settings["method"] == EXACT,
+            }
             self.objective = FrozenCorpus(task.documents, **options, **sizes)
         self.rate = settings["rate"] * math.sqrt(self.method.batch_size / 32)
-        self.optimizer = torch.optim.AdamW(self.model.left.parameters(), self.rate, weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(
+            self.model.left.parameters(), self.rate, weight_decay=0.01
+        )
         self.steps = 0
         self.seconds = 0.0
         self.mined = torch.empty(0, 0)
@@ -88,7 +93,8 @@ class Training:
         return embeddings
 
     def run(self, keep_best: bool = True) -> dict[str, Any]:
-        """Train, measure the last weights, and the best evaluation's, which replace them if `keep_best`."""
+        """Train, measure the last weights, and the best evaluation's, which replace them if
+        `keep_best`."""
         best_quality = -1.0
         best_progress = next_evaluation = 0.0
         best = copy.deepcopy(self.model.state_dict())
@@ -117,17 +123,29 @@ class Training:
             "last": {name: last[name] for name in last if " " not in name},
         }
         outcome |= {"share": share} if self.task.known else {}
-        return outcome | {"spent": round(self.seconds, 2), "done": self.steps, "best": round(best_progress, 2)}
+        return outcome | {
+            "spent": round(self.seconds, 2),
+            "done": self.steps,
+            "best": round(best_progress, 2),
+        }
 
     def held_out_quality(self) -> tuple[float, float]:
         """Mean nDCG@10 over all held-out queries, and over those of new documents."""
-        parts = [self.task.quality(self.encode, qrels) for qrels in (self.task.new, self.task.known) if qrels]
-        new, known = list(parts[0].values()), [value for part in parts[1:] for value in part.values()]
+        parts = [
+            self.task.quality(self.encode, qrels)
+            for qrels in (self.task.new, self.task.known)
+            if qrels
+        ]
+        new, known = (
+            list(parts[0].values()),
+            [value for part in parts[1:] for value in part.values()],
+        )
         return statistics.mean(new + known), statistics.mean(new)
 
     def interpolate(self) -> float:
-        """Choose and take a share of the original weights, as `dualenc adapt` does: the best for held-out queries among
-        those that cost the ones of new documents nothing. None, where the stopping looked at new documents alone."""
+        """Choose and take a share of the original weights, as `dualenc adapt` does: the best for
+        held-out queries among those that cost the ones of new documents nothing. None, where the
+        stopping looked at new documents alone."""
         if not self.task.known:
             return 0.0
         adapted = copy.deepcopy(self.model)
@@ -136,12 +154,15 @@ class Training:
             self.model.load_state_dict(interpolate(self.original, adapted, share))
             measured.append((*self.held_out_quality(), share))
         _, least, _ = measured[-1]
-        _, _, share = max((round(quality, 6), new, share) for quality, new, share in measured if new >= least)
+        _, _, share = max(
+            (round(quality, 6), new, share) for quality, new, share in measured if new >= least
+        )
         self.model.load_state_dict(interpolate(self.original, adapted, share))
         return share
 
     def batches(self) -> Iterator[Tensor]:
-        """Batches (B, 2) of random pairs without end; what is mined at the start of an epoch counts as training."""
+        """Batches (B, 2) of random pairs without end; what is mined at the start of an epoch counts
+        as training."""
         pairs = torch.from_numpy(self.task.pairs)
         batch_size = min(self.method.batch_size, len(pairs))
         while True:
@@ -155,7 +176,8 @@ class Training:
 
     @torch.no_grad()
     def mine(self) -> None:
-        """Find (Q, mined) near documents: no known positive, and at most 0.95 of the best positive's score."""
+        """Find (Q, mined) near documents: no known positive, and at most 0.95 of the best
+        positive's score."""
         task = self.task
         self.mined = torch.full((len(task.queries), self.method.mined), -1)
         for rows in torch.from_numpy(task.pairs[:, 0]).unique().split(1024):
@@ -164,7 +186,9 @@ class Training:
             positives = torch.where(positives < 0, positives[:, :1], positives)
             highest = 0.95 * scores.gather(1, positives).amax(dim=1, keepdim=True)
             scores.scatter_(1, positives, -torch.inf)
-            values, nearest = scores.masked_fill(scores > highest, -torch.inf).topk(self.method.mined)
+            values, nearest = scores.masked_fill(scores > highest, -torch.inf).topk(
+                self.method.mined
+            )
             self.mined[rows] = nearest.masked_fill(values.isinf(), -1)
 
     def step(self, pairs: Tensor) -> None:
@@ -175,7 +199,9 @@ class Training:
         queries, documents = pairs.unbind(dim=1)
         negatives: dict[str, Tensor] = {}
         if self.method.drawn or self.method.mined:
-            rows = torch.randint(len(self.task.documents), (self.method.drawn,), generator=self.random)
+            rows = torch.randint(
+                len(self.task.documents), (self.method.drawn,), generator=self.random
+            )
             if self.method.mined:
                 rows = self.mined[queries].unique()
                 rows = rows[rows >= 0]

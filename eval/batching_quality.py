@@ -1,8 +1,9 @@
-"""Does choosing who meets whom in a batch help? Random, OSGD, spectral and bisection batches with two objectives.
+"""Does choosing who meets whom in a batch help? Random, OSGD, spectral and bisection batches with
+two objectives.
 
-Trains a small image encoder on two augmented views and measures retrieval of the augmented pair, as Table 1 of Cho et
-al., "Mini-batch optimization of contrastive loss", and nearest-neighbour accuracy. One JSON file per run: an
-interrupted table resumes.
+Trains a small image encoder on two augmented views and measures retrieval of the augmented pair, as
+Table 1 of Cho et al., "Mini-batch optimization of contrastive loss", and nearest-neighbour
+accuracy. One JSON file per run: an interrupted table resumes.
 
     python eval/batching_quality.py PATH_TO_CIFAR10 --out runs/batching
 """
@@ -17,12 +18,20 @@ from pathlib import Path
 
 import torch
 from probes import OSGDBatches
-from quality import PairRetrieval, cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
+from quality import (
+    PairRetrieval,
+    cached,
+    mean_and_sd,
+    new_encoder,
+    new_parser,
+    open_parts,
+    train_and_measure,
+)
 
 from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches
 from dualenc.data import ImageViews
-from dualenc.evaluation.report import Table, print_table
-from dualenc.files import write_json
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.io.files import write_json
 from dualenc.objectives import InfoNCE, Objective, SogCLR
 
 BATCHINGS: dict[str, Callable[..., BatchSelector]] = {
@@ -35,15 +44,26 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {"SimCLR": InfoNCE, "SogCLR": 
 
 
 def run(
-    names: tuple[str, str], train: ImageViews, evaluator: PairRetrieval, seed: int, arguments: argparse.Namespace
+    names: tuple[str, str],
+    train: ImageViews,
+    evaluator: PairRetrieval,
+    seed: int,
+    arguments: argparse.Namespace,
 ) -> dict[str, float]:
-    """Train once with one batching and one objective; the metrics at the end, and what the last selection was like."""
+    """Train once with one batching and one objective; the metrics at the end, and what the last
+    selection was like."""
     torch.manual_seed(seed)
     model = new_encoder()
     batching = BATCHINGS[names[0]](len(train), arguments.batch_size, seed=seed)
-    objective = OBJECTIVES[names[1]](num_left=len(train), temperature=arguments.temperature, views=True, seed=seed)
+    objective = OBJECTIVES[names[1]](
+        num_left=len(train), temperature=arguments.temperature, views=True, seed=seed
+    )
     work = Path(arguments.out) / "work"
-    settings = {"batch_size": arguments.batch_size, "learning_rate": arguments.learning_rate, "seed": seed}
+    settings = {
+        "batch_size": arguments.batch_size,
+        "learning_rate": arguments.learning_rate,
+        "seed": seed,
+    }
     settings |= {"max_steps": arguments.steps, "mixed_precision": "bf16", "output": work}
     metrics = train_and_measure(model, train, objective, evaluator, batching, **settings)
     logged = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
@@ -71,7 +91,11 @@ def main() -> None:
             row |= mean_and_sd(metric, [metrics[metric] for metrics in runs])
         rows.append(row | {k: v for k, v in runs[-1].items() if k.startswith("selection/")})
         print(row, flush=True)
-    print_table(Table(f"{Path(arguments.path).name}: {arguments.steps} steps, {arguments.seeds} seeds", rows))
+    print_table(
+        Table(
+            f"{Path(arguments.path).name}: {arguments.steps} steps, {arguments.seeds} seeds", rows
+        )
+    )
     write_json(Path(arguments.out) / "table.json", rows)
 
 

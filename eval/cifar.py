@@ -1,15 +1,18 @@
-"""Self-supervised training on all of CIFAR-10: objectives at a small batch, on one GPU, by their nearest neighbours.
+"""Self-supervised training on all of CIFAR-10: objectives at a small batch, on one GPU, by their
+nearest neighbours.
 
-    python eval/cifar.py run FOLDER --objectives "[InfoNCE,SogCLR,EMC2,ISIR,GlobalCache]" --batch_size 64 --epochs 12
-    python eval/cifar.py report
+    python eval/cifar.py run FOLDER --objectives "[InfoNCE,SogCLR,EMC2,ISIR,GlobalCache]"
+    --batch_size 64 --epochs 12 python eval/cifar.py report
 
-FOLDER has train.parquet and test.parquet of images of 32×32 pixels with labels. All train the same ResNet-18 with the
-stem for small images from the same start. Images stay on the device and are augmented there, a batch at a time: on 16
-cores, workers that decode and augment would be slower than the network. Crops are bilinear and without antialiasing,
-and colours change in one order, which differs from `dualenc.data.views.SimCLR`.
+FOLDER has train.parquet and test.parquet of images of 32×32 pixels with labels. All train the same
+ResNet-18 with the stem for small images from the same start. Images stay on the device and are
+augmented there, a batch at a time: on 16 cores, workers that decode and augment would be slower
+than the network. Crops are bilinear and without antialiasing, and colours change in one order,
+which differs from `dualenc.data.views.SimCLR`.
 
-One line per run is added to --results, with the accuracy of 20 neighbours after every epoch; a run that is there
-already is not made again. --processes runs at once share the GPU, so that seconds are no measure of an objective.
+One line per run is added to --results, with the accuracy of 20 neighbours after every epoch; a run
+that is there already is not made again. --processes runs at once share the GPU, so that seconds are
+no measure of an objective.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from dualenc.encoders import DualEncoder, ImageEncoder
 from dualenc.encoders.dual import Prepare, Tower
 from dualenc.encoders.image import ProjectedTower
 from dualenc.evaluation.probe import accuracy, knn_predict
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.training import Evaluator, Trainer
 from dualenc.types import Inputs
 
@@ -97,7 +100,8 @@ class OnDeviceEncoder(DualEncoder):
 
 
 def simclr_views(images: Tensor, strength: float = 0.5, min_area: float = 0.08) -> Tensor:
-    """A random view of each image (B, 3, H, W) in [0, 1]: crop, flip, colours, grey (Chen et al. 2020)."""
+    """A random view of each image (B, 3, H, W) in [0, 1]: crop, flip, colours, grey (Chen et al.
+    2020)."""
     count = len(images)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -113,14 +117,18 @@ def simclr_views(images: Tensor, strength: float = 0.5, min_area: float = 0.08) 
     grid[:, 1, 1] = height
     grid[:, 0, 2] = uniform(-1, 1) * (1 - width)
     grid[:, 1, 2] = uniform(-1, 1) * (1 - height)
-    views = F.grid_sample(images, F.affine_grid(grid, list(images.shape), align_corners=False), align_corners=False)
+    views = F.grid_sample(
+        images, F.affine_grid(grid, list(images.shape), align_corners=False), align_corners=False
+    )
     return _grey(_jitter(views, strength, uniform), uniform(0, 1).lt(0.2))
 
 
 def _jitter(views: Tensor, strength: float, uniform: Any) -> Tensor:
     """Brightness, contrast, saturation and hue of eight in ten views."""
     spread = 0.8 * strength
-    brightness, contrast, saturation = (uniform(1 - spread, 1 + spread)[:, None, None, None] for _ in range(3))
+    brightness, contrast, saturation = (
+        uniform(1 - spread, 1 + spread)[:, None, None, None] for _ in range(3)
+    )
     changed = (views * brightness).clamp(0, 1)
     changed = (_luma(changed).mean(dim=(2, 3), keepdim=True).lerp(changed, contrast)).clamp(0, 1)
     changed = _luma(changed).lerp(changed, saturation).clamp(0, 1)
@@ -167,7 +175,9 @@ class Curve(Evaluator):
             every = OnDevice(tower.inner, images)
             parts = []
             for numbers in torch.arange(len(images), device=device).split(1000):
-                parts.append(every.features({"number": numbers, "augment": torch.zeros_like(numbers)}))
+                parts.append(
+                    every.features({"number": numbers, "augment": torch.zeros_like(numbers)})
+                )
             features.append(torch.cat(parts).cpu().numpy())
         found = knn_predict(features[0], self.labels, features[1], device=device)
         self.values.append(round(accuracy(found, self.test_labels), 4))
@@ -196,7 +206,11 @@ def train(settings: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[
     pairs.views = True
     batch_size = settings["batch_size"]
     criterion = OBJECTIVES[settings["objective"]](
-        temperature=settings["temperature"], seed=settings["seed"], num_left=count, num_right=count, views=True
+        temperature=settings["temperature"],
+        seed=settings["seed"],
+        num_left=count,
+        num_right=count,
+        views=True,
     )
     curve = Curve(test_images[:count], labels[:count], test_labels[:count])
     begun = time.perf_counter()
@@ -249,8 +263,16 @@ def run(
     compute = in_processes(partial(train, folder=folder), processes)
     for part in ("train", "test"):
         open_images(folder / f"{part}.parquet")  # processes inherit them
-    common = {"batch_size": batch_size, "epochs": epochs, "temperature": temperature, "rate": rate, "images": images}
-    wanted = [{"objective": name, "seed": seed, **common} for seed in range(seeds) for name in objectives]
+    common = {
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "temperature": temperature,
+        "rate": rate,
+        "images": images,
+    }
+    wanted = [
+        {"objective": name, "seed": seed, **common} for seed in range(seeds) for name in objectives
+    ]
     Runs(results).get(wanted, compute)
     report(results)
 
@@ -259,7 +281,14 @@ def report(results: Path = RESULTS) -> None:
     """Print all runs."""
     rows = []
     for one in Runs(results).found.values():
-        rows.append({**one["settings"], "20-NN": one["20-NN"], "seconds": one["seconds"], "device": one["device"]})
+        rows.append(
+            {
+                **one["settings"],
+                "20-NN": one["20-NN"],
+                "seconds": one["seconds"],
+                "device": one["device"],
+            }
+        )
     print_table(Table("CIFAR-10, 20-NN accuracy", sorted(rows, key=lambda row: -row["20-NN"])))
 
 

@@ -1,13 +1,14 @@
-"""Do the claims of the papers behind the objectives hold at a size that one core can train? One table per claim.
+"""Do the claims of the papers behind the objectives hold at a size that one core can train? One
+table per claim.
 
     python eval/claims.py PATH_TO_CIFAR10 --out runs/claims
     python eval/claims.py PATH_TO_CIFAR10 --only convergence hardness
 
-Every arm has the same network, images, steps and learning rate, and the same two temperatures to choose from, by a
-linear probe on validation images with the first seed; arms that vary one argument take the temperature of the
-objective that they vary, and hard negatives have 0.5. `convergence` trains on a finite set of stored views and follows
-the exact gradient of the global loss (Yau et al. 2024, arXiv:2404.10575, Figure 7). One JSON file per run: an
-interrupted table resumes.
+Every arm has the same network, images, steps and learning rate, and the same two temperatures to
+choose from, by a linear probe on validation images with the first seed; arms that vary one argument
+take the temperature of the objective that they vary, and hard negatives have 0.5. `convergence`
+trains on a finite set of stored views and follows the exact gradient of the global loss (Yau et al.
+2024, arXiv:2404.10575, Figure 7). One JSON file per run: an interrupted table resumes.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from dualenc.evaluation import plots
 from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
 from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
-from dualenc.evaluation.report import Table, print_table
-from dualenc.files import write_json
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.io.files import write_json
 from dualenc.objectives import EMC2, HCL, ISIR, SACLR, InfoNCE, NegativeCache, Objective, SogCLR
 from dualenc.training import Evaluator
 from dualenc.types import Inputs, Side
@@ -114,15 +115,18 @@ EXPERIMENTS: dict[str, list[str]] = {
 }
 
 
-# ---- Images and the network ------------------------------------------------------------------------------------------
+# ---- Images and the network
+# ------------------------------------------------------------------------------------------
 
 
 class StoredViews(Prepare):
-    """Images by their row numbers: as they are, or in one of their stored augmentations, which the seed chooses.
+    """Images by their row numbers: as they are, or in one of their stored augmentations, which the
+    seed chooses.
 
     Args:
         plain: (N, 3, S, S) uint8 pixels.
-        augmented: (N, A, 3, S, S) uint8 pixels: A augmentations, the same for all images (Yau et al., Eq. 21).
+        augmented: (N, A, 3, S, S) uint8 pixels: A augmentations, the same for all images (Yau et
+            al., Eq. 21).
     """
 
     modality = "image"
@@ -135,7 +139,9 @@ class StoredViews(Prepare):
         if seeds is None:
             return {"image": scaled(self.plain[rows])}
         count = self.augmented.shape[1]
-        return {"image": scaled(self.augmented[rows, torch.tensor([seed % count for seed in seeds])])}
+        return {
+            "image": scaled(self.augmented[rows, torch.tensor([seed % count for seed in seeds])])
+        }
 
 
 def scaled(pixels: Tensor) -> Tensor:
@@ -146,7 +152,10 @@ def scaled(pixels: Tensor) -> Tensor:
 def views_of(images: Sequence[Image.Image], seeds: Sequence[Sequence[int]]) -> Tensor:
     """(N, A, 3, S, S) uint8: each image augmented with each of its A seeds."""
     augment = SimCLR(SIZE, min_area=0.2)
-    views = [torch.stack([augment(image, seed) for seed in own]) for image, own in zip(images, seeds, strict=True)]
+    views = [
+        torch.stack([augment(image, seed) for seed in own])
+        for image, own in zip(images, seeds, strict=True)
+    ]
     return torch.stack(views).mul(255).round().byte()
 
 
@@ -156,7 +165,8 @@ def pairs_of_views(images: Sequence[Image.Image]) -> Tensor:
 
 
 class SmallTower(Tower):
-    """Three convolutions of stride 2, averaged over places to 128 features, and a projector of two layers.
+    """Three convolutions of stride 2, averaged over places to 128 features, and a projector of two
+    layers.
 
     Args:
         prepare: where images come from.
@@ -170,9 +180,15 @@ class SmallTower(Tower):
         self.prepare = prepare
         layers: list[nn.Module] = []
         for before, after in ((3, 32), (32, 64), (64, 128)):
-            layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+            layers += [
+                nn.Conv2d(before, after, 3, stride=2, padding=1),
+                nn.BatchNorm2d(after),
+                nn.ReLU(),
+            ]
         self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.projector = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, self.dim))
+        self.projector = nn.Sequential(
+            nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, self.dim)
+        )
 
     def features(self, inputs: Inputs) -> Tensor:
         """(B, 128) of pixels (B, 3, S, S)."""
@@ -211,21 +227,27 @@ class Task(Evaluator):
         parts = open_parts(path, num_train, num_test)
         images = [[part[row].left.copy() for row in range(len(part))] for part in parts]
         self.labels = [np.asarray(part.labels) for part in parts]
-        small = [[image.resize((SIZE, SIZE), Image.Resampling.BICUBIC) for image in part] for part in images]
+        small = [
+            [image.resize((SIZE, SIZE), Image.Resampling.BICUBIC) for image in part]
+            for part in images
+        ]
         self.plain = [torch.from_numpy(np.stack(part)).permute(0, 3, 1, 2) for part in small]
         self.augmented = views_of(images[0], [range(AUGMENTATIONS)] * num_train)
         self.pairs = pairs_of_views(images[2])
         corrupted = GeneratedCorruptions(CleanImages(images[2][:num_versions]))
         versions = [corrupted.image(row, name, 1) for row in range(num_versions) for name in ALL]
         # (n, 2, K, 3, S, S): two views of each of K versions of n images.
-        self.versions = pairs_of_views(versions).unflatten(0, (num_versions, len(ALL))).transpose(1, 2)
+        self.versions = (
+            pairs_of_views(versions).unflatten(0, (num_versions, len(ALL))).transpose(1, 2)
+        )
 
     def prepare(self, num_augmentations: int) -> StoredViews:
         """The training images with some of their augmentations."""
         return StoredViews(self.plain[0], self.augmented[:, :num_augmentations])
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        """Probes of the features, and retrieval of an image's other view by embeddings, as in Cho et al., Table 1."""
+        """Probes of the features, and retrieval of an image's other view by embeddings, as in Cho
+        et al., Table 1."""
         train, validation, test = (embed(model.left.features, scaled(part)) for part in self.plain)
         train_labels, validation_labels, test_labels = self.labels
         found = {}
@@ -240,7 +262,8 @@ class Task(Evaluator):
         return found
 
     def among_versions(self, model: DualEncoder) -> float:
-        """Top-1 retrieval of a version's other view among the versions of its image (Cho et al., Table 1)."""
+        """Top-1 retrieval of a version's other view among the versions of its image (Cho et al.,
+        Table 1)."""
         return summarise(nearest_versions(embed(model.left, self.versions)))["top1"]
 
 
@@ -251,7 +274,8 @@ def embed(encode: Callable[[Inputs], Tensor], images: Tensor) -> np.ndarray:
     return found.view(*images.shape[:-3], -1).numpy()
 
 
-# ---- Arms against one another ----------------------------------------------------------------------------------------
+# ---- Arms against one another
+# ----------------------------------------------------------------------------------------
 
 
 class WithVersions(Evaluator):
@@ -280,22 +304,43 @@ class Comparison:
     def run(self, name: str, temperature: float, seed: int) -> dict[str, float]:
         """Metrics of one training, new or from its file."""
         given, arm = self.arguments, ARMS[name]
-        shared = {"batch_size": given.batch_size, "learning_rate": given.learning_rate, "seed": seed}
+        shared = {
+            "batch_size": given.batch_size,
+            "learning_rate": given.learning_rate,
+            "seed": seed,
+        }
 
         def train() -> dict[str, float]:
             torch.manual_seed(seed)
-            model, pairs = SmallEncoder(self.task.prepare(arm.augmentations)), ImageViews(range(given.pairs))
-            objective = arm.objective(num_left=given.pairs, temperature=temperature, views=True, seed=seed)
+            model, pairs = (
+                SmallEncoder(self.task.prepare(arm.augmentations)),
+                ImageViews(range(given.pairs)),
+            )
+            objective = arm.objective(
+                num_left=given.pairs, temperature=temperature, views=True, seed=seed
+            )
             batching = arm.batching(given.pairs, given.batch_size, seed=seed)
             evaluator = WithVersions(self.task) if arm.corrupted else self.task
-            options = {"max_steps": given.steps, "output": Path(given.out) / "work", "log_every": 100, **shared}
+            options = {
+                "max_steps": given.steps,
+                "output": Path(given.out) / "work",
+                "log_every": 100,
+                **shared,
+            }
             found = train_and_measure(model, pairs, objective, evaluator, batching, **options)
             print(f"{name}, τ = {temperature}, seed {seed}: {found}", flush=True)
             return found
 
-        settings = {"temperature": temperature, "steps": given.steps, "pairs": given.pairs, "test": given.test}
+        settings = {
+            "temperature": temperature,
+            "steps": given.steps,
+            "pairs": given.pairs,
+            "test": given.test,
+        }
         settings |= {"versions": given.versions, **shared}
-        return cached(Path(given.out) / f"{file_name(name)}-{temperature}-{seed}.json", train, settings)
+        return cached(
+            Path(given.out) / f"{file_name(name)}-{temperature}-{seed}.json", train, settings
+        )
 
     def temperature(self, name: str) -> float:
         """The best on validation images with the first seed."""
@@ -304,7 +349,9 @@ class Comparison:
             return self.temperature(arm.as_in)
         if len(arm.temperatures) == 1:
             return arm.temperatures[0]
-        return max(arm.temperatures, key=lambda temperature: self.run(name, temperature, 0)["validation"])
+        return max(
+            arm.temperatures, key=lambda temperature: self.run(name, temperature, 0)["validation"]
+        )
 
     def table(self, names: Sequence[str], num_seeds: int) -> list[dict[str, object]]:
         """Mean and standard deviation over seeds of every metric that all of these arms have."""
@@ -323,7 +370,8 @@ class Comparison:
         return rows
 
 
-# ---- The exact gradient on a finite set ------------------------------------------------------------------------------
+# ---- The exact gradient on a finite set
+# ------------------------------------------------------------------------------
 
 ON_FINITE_SET: dict[str, Callable[..., Objective]] = {
     "SimCLR": InfoNCE,
@@ -335,9 +383,11 @@ ON_FINITE_SET: dict[str, Callable[..., Objective]] = {
 
 
 def with_fixed_statistics(model: SmallEncoder, images: Tensor) -> SmallEncoder:
-    """In evaluation mode, with the statistics that batch normalisation of the untrained network has on (M, 3, S, S).
+    """In evaluation mode, with the statistics that batch normalisation of the untrained network has
+    on (M, 3, S, S).
 
-    An embedding is then a function of its own image alone, and the exact loss that of the function which is trained.
+    An embedding is then a function of its own image alone, and the exact loss that of the function
+    which is trained.
     """
     for layer in model.modules():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
@@ -349,9 +399,17 @@ def with_fixed_statistics(model: SmallEncoder, images: Tensor) -> SmallEncoder:
 
 
 def descend(
-    name: str, views: Tensor, *, epochs: int, batch_size: int, learning_rate: float, temperature: float, seed: int
+    name: str,
+    views: Tensor,
+    *,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    temperature: float,
+    seed: int,
 ) -> list[dict[str, float]]:
-    """Plain SGD on a finite set of stored views, its rate falling to zero along a cosine; the exact loss on the way.
+    """Plain SGD on a finite set of stored views, its rate falling to zero along a cosine; the exact
+    loss on the way.
 
     Args:
         name: of an objective in `ON_FINITE_SET`.
@@ -363,31 +421,42 @@ def descend(
         seed: of weights, batches and the objective.
 
     Returns:
-        At ten points in time, and before: the epoch, the exact loss and the squared norm of its gradient.
+        At ten points in time, and before: the epoch, the exact loss and the squared norm of its
+        gradient.
     """
     torch.manual_seed(seed)
-    model = with_fixed_statistics(SmallEncoder(StoredViews(views[:0, 0], views[:0])), views.flatten(0, 1))
-    objective = ON_FINITE_SET[name](num_left=len(views), temperature=temperature, views=True, seed=seed)
+    model = with_fixed_statistics(
+        SmallEncoder(StoredViews(views[:0, 0], views[:0])), views.flatten(0, 1)
+    )
+    objective = ON_FINITE_SET[name](
+        num_left=len(views), temperature=temperature, views=True, seed=seed
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     steps_per_epoch = len(views) // batch_size
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * steps_per_epoch)
     batches = RandomBatches(len(views), batch_size, seed=seed)
     sides: dict[Side, Tensor] = {"left": views[:, 0], "right": views[:, 1]}
-    chunks = {side: [{"image": part} for part in images.split(250)] for side, images in sides.items()}
+    chunks = {
+        side: [{"image": part} for part in images.split(250)] for side, images in sides.items()
+    }
 
     def encode(side: Side, rows: Tensor) -> Tensor:
         return model(side, {"image": sides[side][rows]})
 
     def measure(epoch: int) -> dict[str, float]:
         pairs = partial(FrozenPairs.one_to_one, views=True)
-        point = exact_gradient(model, lambda _, inputs: model.left(inputs), chunks, pairs, temperature)
+        point = exact_gradient(
+            model, lambda _, inputs: model.left(inputs), chunks, pairs, temperature
+        )
         return {"epoch": epoch, "loss": point.loss, "squared gradient": point.squared_gradient_norm}
 
     found = [measure(0)]
     for epoch in range(epochs):
         for rows in batches.select(epoch):
             batch = torch.from_numpy(rows)
-            left, right = model("left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}).chunk(2)
+            left, right = model(
+                "left", {"image": views[batch].transpose(0, 1).flatten(0, 1)}
+            ).chunk(2)
             out = objective(left, right, batch, encode=encode)
             optimizer.zero_grad()
             out.loss.backward()
@@ -400,7 +469,12 @@ def descend(
 
 def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Where each objective ends on the finite set: exact loss and squared gradient, over seeds."""
-    shared = {"epochs": arguments.epochs, "batch_size": 4, "learning_rate": arguments.rate, "temperature": 0.2}
+    shared = {
+        "epochs": arguments.epochs,
+        "batch_size": 4,
+        "learning_rate": arguments.rate,
+        "temperature": 0.2,
+    }
     set_name = f"finite-{len(views)}-{arguments.epochs}"
     ends: dict[str, list[dict[str, Any]]] = {name: [] for name in ON_FINITE_SET}
     for seed in range(arguments.seeds):
@@ -411,11 +485,16 @@ def convergence(views: Tensor, arguments: argparse.Namespace) -> list[dict[str, 
                 print(f"{name}, seed {seed}: {curve[-1]}", flush=True)
                 return {**curve[-1], "curve": curve}
 
-            path = Path(arguments.out) / f"{set_name}-{file_name(name)}-{arguments.rate}-{seed}.json"
+            path = (
+                Path(arguments.out) / f"{set_name}-{file_name(name)}-{arguments.rate}-{seed}.json"
+            )
             own.append(cached(path, train, {**shared, "images": len(views), "seed": seed}))
     curves = {name: [end["curve"] for end in own] for name, own in ends.items()}
     means = {
-        name: ([point["epoch"] for point in own[0]], np.mean([[point["loss"] for point in one] for one in own], axis=0))
+        name: (
+            [point["epoch"] for point in own[0]],
+            np.mean([[point["loss"] for point in one] for one in own], axis=0),
+        )
         for name, own in curves.items()
     }
     figure = plots.lines(means, xlabel="epoch", ylabel="exact global loss, mean over seeds")
@@ -439,9 +518,16 @@ def main() -> None:
     everything = ["convergence", *EXPERIMENTS]
     parser.add_argument("--only", nargs="+", choices=everything, default=everything)
     parser.add_argument("--test", type=int, default=4000, help="images of validation and of test")
-    parser.add_argument("--versions", type=int, default=300, help="test images whose corrupted versions are compared")
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=300,
+        help="test images whose corrupted versions are compared",
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--images", type=int, default=500, help="of convergence: the first ones of --pairs")
+    parser.add_argument(
+        "--images", type=int, default=500, help="of convergence: the first ones of --pairs"
+    )
     parser.add_argument("--epochs", type=int, default=40, help="of convergence")
     parser.add_argument("--rate", type=float, default=0.01, help="learning rate of convergence")
     arguments = parser.parse_args()

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import COLOURS, as_svg, lines
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 
 RESULTS = Path("eval/results/small_batch.jsonl")
 """Of perceptrons."""
@@ -29,10 +29,15 @@ ORDINARY_BATCH = 32
 FIRST_RATE = 1.0
 """Factor of a task's learning rate while τ is chosen."""
 GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
-"""The task and the objectives of the figure that shows where the gap to InfoNCE opens and closes."""
+"""The task and the objectives of the figure that shows where the gap to InfoNCE opens and
+closes."""
 DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache", "MomentumQueue")
 """The objectives of the other figures: as many as can be told apart."""
-HEADLINE = {"GlobalCache": "GlobalCache", "SogCLR+": "SogCLR(positive_in_softmax=True)", "InfoNCE": "InfoNCE"}
+HEADLINE = {
+    "GlobalCache": "GlobalCache",
+    "SogCLR+": "SogCLR(positive_in_softmax=True)",
+    "InfoNCE": "InfoNCE",
+}
 """The objectives of the README's figure, and their labels."""
 
 Settings = dict[str, Any]
@@ -56,8 +61,11 @@ class Runs:
     def key(settings: dict[str, Any]) -> str:
         return json.dumps(settings, sort_keys=True)
 
-    def get(self, settings_of_runs: Iterable[dict[str, Any]], compute: Compute) -> list[dict[str, Any]]:
-        """The runs with these settings, in their order; `compute` makes those that are not there, one line for each."""
+    def get(
+        self, settings_of_runs: Iterable[dict[str, Any]], compute: Compute
+    ) -> list[dict[str, Any]]:
+        """The runs with these settings, in their order; `compute` makes those that are not there,
+        one line for each."""
         settings_of_runs = list(settings_of_runs)
         missing = {key: one for one in settings_of_runs if (key := self.key(one)) not in self.found}
         for settings, outcome in compute(list(missing.values())):
@@ -68,11 +76,14 @@ class Runs:
         return [self.found[self.key(settings)] for settings in settings_of_runs]
 
 
-def in_processes(train: Callable[[Settings], tuple[Settings, dict[str, Any]]], count: int) -> Compute:
+def in_processes(
+    train: Callable[[Settings], tuple[Settings, dict[str, Any]]], count: int
+) -> Compute:
     """What makes runs in so many processes at once; to be called before data and models are opened.
 
-    On a GPU one process makes them itself: a forked one has no GPU if its parent has asked CUDA for anything, which
-    the forward pass of a transformer does. There, several commands with parts of the objectives can run at once.
+    On a GPU one process makes them itself: a forked one has no GPU if its parent has asked CUDA for
+    anything, which the forward pass of a transformer does. There, several commands with parts of
+    the objectives can run at once.
     """
     # A forked process would wait for its parent's threads.
     torch.set_num_threads(1)
@@ -90,7 +101,8 @@ def in_processes(train: Callable[[Settings], tuple[Settings, dict[str, Any]]], c
 
 
 class Row:
-    """All seeds of one objective at one batch size and length, with the settings that were chosen for it.
+    """All seeds of one objective at one batch size and length, with the settings that were chosen
+    for it.
 
     Args:
         runs: where they are.
@@ -103,19 +115,28 @@ class Row:
             own = one["settings"]
             if {**cell, "equal": "pairs"}.items() <= own.items():
                 chosen.setdefault((own["rate"], own["temperature"]), []).append(one)
-        # Settings with all seeds; where there are several, the best by the mean quality on held-out data.
+        # Settings with all seeds; where there are several, the best by the mean quality on held-out
+        # data.
         most = max(map(len, chosen.values()))
         complete = {setting: seeds for setting, seeds in chosen.items() if len(seeds) == most}
-        held_out = {key: statistics.mean(one["validation"] for one in seeds) for key, seeds in complete.items()}
+        held_out = {
+            key: statistics.mean(one["validation"] for one in seeds)
+            for key, seeds in complete.items()
+        }
         self.rate, self.temperature = max(held_out, key=held_out.__getitem__)
         self.seeds = complete[self.rate, self.temperature]
-        self.objective, self.batch_size, self.pairs_seen = (cell[k] for k in ("objective", "batch_size", "pairs_seen"))
+        self.objective, self.batch_size, self.pairs_seen = (
+            cell[k] for k in ("objective", "batch_size", "pairs_seen")
+        )
         self.seconds = self._longest(runs, cell)
         # Of equal passes, each seed saw pairs of its own number.
-        self.passes = [one for one in (self._fewer_pairs(runs, one) for one in self.seeds) if one is not None]
+        self.passes = [
+            one for one in (self._fewer_pairs(runs, one) for one in self.seeds) if one is not None
+        ]
 
     def _longest(self, runs: Runs, cell: dict[str, Any]) -> list[dict[str, Any]]:
-        """The runs of equal seconds: those of the length that has most seeds, for others were only tried.
+        """The runs of equal seconds: those of the length that has most seeds, for others were only
+        tried.
 
         Where longer trainings were tried and none was better, they are the runs of equal pairs.
         """
@@ -136,8 +157,17 @@ class Row:
         pairs_seen = one["settings"]["pairs_seen"] / (1 + one["extra_encodes"] / 2)
         settings = {**one["settings"], "equal": "passes"}
         del settings["pairs_seen"]
-        alike = [found for found in runs.found.values() if settings.items() <= found["settings"].items()]
-        return next((found for found in alike if abs(found["settings"]["pairs_seen"] / pairs_seen - 1) < 0.01), None)
+        alike = [
+            found for found in runs.found.values() if settings.items() <= found["settings"].items()
+        ]
+        return next(
+            (
+                found
+                for found in alike
+                if abs(found["settings"]["pairs_seen"] / pairs_seen - 1) < 0.01
+            ),
+            None,
+        )
 
     def mean(self, what: str) -> float:
         """Over the seeds."""
@@ -195,7 +225,9 @@ def report(results: Path = RESULTS, figures: Path | None = None, samples: int = 
             draw(task, rows, figures)
     if figures is not None:
         draw_gaps(by_length, runs, figures / "small_batch_gaps.svg")
-        rows = max((rows for (task, _), rows in by_length.items() if task == GAPS_IN), key=len, default=[])
+        rows = max(
+            (rows for (task, _), rows in by_length.items() if task == GAPS_IN), key=len, default=[]
+        )
         if rows:
             draw_headline(rows, figures / "quality_by_batch_size.svg")
 
@@ -245,7 +277,8 @@ def draw(task: str, rows: Sequence[Row], folder: Path) -> None:
 
 
 def draw_headline(rows: Sequence[Row], path: Path) -> None:
-    """Test quality by batch size at equal pairs seen, mean and standard deviation over seeds, of three objectives."""
+    """Test quality by batch size at equal pairs seen, mean and standard deviation over seeds, of
+    three objectives."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for colour, (name, label) in zip(COLOURS, HEADLINE.items(), strict=False):
@@ -253,7 +286,9 @@ def draw_headline(rows: Sequence[Row], path: Path) -> None:
         sizes = [row.batch_size for row in points]
         means = [row.mean("test") for row in points]
         deviations = [float(np.std([seed["test"] for seed in row.seeds], ddof=1)) for row in points]
-        axes.errorbar(sizes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label)
+        axes.errorbar(
+            sizes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label
+        )
     ticks = sorted({row.batch_size for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
@@ -266,7 +301,8 @@ def draw_headline(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Path) -> None:
-    """How far objectives are above InfoNCE with the same settings: by batch size, τ, epochs and number of pairs.
+    """How far objectives are above InfoNCE with the same settings: by batch size, τ, epochs and
+    number of pairs.
 
     The first three of one task, the last of parts of another, each as far as there are runs.
     """
@@ -281,13 +317,28 @@ def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Pat
     of_task = {seen: rows for (task, seen), rows in by_length.items() if task == GAPS_IN}
     longest = max(of_task, key=lambda seen: len(of_task[seen]), default=0)
     for size in {row.batch_size for row in of_task.get(longest, [])}:
-        add("batch size", size, {row.objective: row.mean("test") for row in of_task[longest] if row.batch_size == size})
+        add(
+            "batch size",
+            size,
+            {row.objective: row.mean("test") for row in of_task[longest] if row.batch_size == size},
+        )
     for seen, rows in of_task.items():
-        small = {row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH}
+        small = {
+            row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH
+        }
         add("pairs seen", seen, small)
-    tuning = [one for one in runs.found.values() if one["settings"]["task"] == GAPS_IN and one["settings"]["seed"] == 0]
+    tuning = [
+        one
+        for one in runs.found.values()
+        if one["settings"]["task"] == GAPS_IN and one["settings"]["seed"] == 0
+    ]
     by_tau: dict[float, dict[str, float]] = {}
-    same_settings = {"batch_size": ORDINARY_BATCH, "rate": FIRST_RATE, "pairs_seen": longest, "equal": "pairs"}
+    same_settings = {
+        "batch_size": ORDINARY_BATCH,
+        "rate": FIRST_RATE,
+        "pairs_seen": longest,
+        "equal": "pairs",
+    }
     for one in tuning:
         own = one["settings"]
         if same_settings.items() <= own.items():
@@ -297,19 +348,27 @@ def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Pat
     for (task, _), rows in by_length.items():
         _, _, pairs = task.partition(", ")
         if pairs:
-            small = {row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH}
+            small = {
+                row.objective: row.mean("test") for row in rows if row.batch_size == ORDINARY_BATCH
+            }
             add("pairs to train on (functions)", int(pairs.split()[0].replace(",", "")), small)
     if not panels:
         return
     figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
-    for axes, (panel, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    for axes, (panel, curves) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
         for colour, name in zip(COLOURS, GAPS_OF, strict=False):
             points = sorted(curves.get(name, {}).items())
-            axes.plot(*zip(*points), marker="o", markersize=4, color=colour, label=name) if points else None
+            axes.plot(
+                *zip(*points), marker="o", markersize=4, color=colour, label=name
+            ) if points else None
         axes.axhline(0, color="grey", linewidth=0.8)
         ticks = sorted({at for curve in curves.values() for at in curve})
         axes.set_xscale("log")
-        axes.set_xticks(ticks, [f"{tick:,g}" if tick < 1000 else f"{tick / 1000:,.0f}k" for tick in ticks])
+        axes.set_xticks(
+            ticks, [f"{tick:,g}" if tick < 1000 else f"{tick / 1000:,.0f}k" for tick in ticks]
+        )
         axes.set_xticks([], minor=True)
         axes.set_xlabel(panel)
     figure.axes[0].set_ylabel("quality above InfoNCE")

@@ -1,17 +1,21 @@
-"""What comparisons of objectives train on: data, a model, and a measure of quality on held-out and on test data.
+"""What comparisons of objectives train on: data, a model, and a measure of quality on held-out and
+on test data.
 
-- "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR folder.
-- "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where training knows of them.
-- "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1; "two_languages", where its
-  tokenizer knows the words of queries as well.
-- "minilm": a published one; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and "minilm_lora_beginnings",
-  the same on so few tokens and documents that a CPU can; "minilm_512", on texts of up to 512 tokens.
+- "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR
+  folder.
+- "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where
+  training knows of them.
+- "text": a one-layer transformer from scratch on it; "text_dropout", with a dropout of 0.1;
+  "two_languages", where its tokenizer knows the words of queries as well.
+- "minilm": a published one; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and
+  "minilm_lora_beginnings", the same on so few tokens and documents that a CPU can; "minilm_512", on
+  texts of up to 512 tokens.
 - "decoder": a two-layer decoder from scratch whose last token is the text's vector.
 - "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
-- "image_text_vectors": perceptrons on vectors that published encoders have of them, see `pretrained_features.py`;
-  "image_text_sets", where the captions of an image are one item.
-- "images": a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in the end, by a linear
-  probe.
+- "image_text_vectors": perceptrons on vectors that published encoders have of them, see
+  `pretrained_features.py`; "image_text_sets", where the captions of an image are one item.
+- "images": a narrow ResNet on two views of labelled images, by its 20 nearest neighbours and, in
+  the end, by a linear probe.
 """
 
 from __future__ import annotations
@@ -29,15 +33,21 @@ from quality import new_encoder, open_parts
 from torch import Tensor
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs
-from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, RetrievalSet
-from dualenc.encoders import DualEncoder, ImageTextEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.data.readers.beir import read_beir
+from dualenc.encoders import (
+    DualEncoder,
+    ImageTextEncoder,
+    TextEncoder,
+    VectorEncoder,
+    train_tokenizer,
+)
 from dualenc.encoders.tokenizer import TokenCache
 from dualenc.encoders.vector import VectorPrepare, VectorTower
-from dualenc.evaluation.image_text import both_ways_ranks
+from dualenc.evaluation.image_text_retrieval import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
 from dualenc.types import Inputs
 
@@ -45,7 +55,12 @@ HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
 DOCUMENTS = 10_000
 """That queries of fine-tuned encoders are answered from, the judged ones among them."""
-BEGINNINGS: dict[str, Any] = {"max_tokens": 32, "max_documents": 4000, "max_queries": 500, "autocast": "bfloat16"}
+BEGINNINGS: dict[str, Any] = {
+    "max_tokens": 32,
+    "max_documents": 4000,
+    "max_queries": 500,
+    "autocast": "bfloat16",
+}
 """Of fine-tuning on a CPU."""
 COPIED_PAIRS = 4000
 """Pairs of the task with copies."""
@@ -81,7 +96,8 @@ class Task:
 
 
 class Quality(Evaluator):
-    """One number, the mean of what each query is worth, which the last call leaves in `per_query`."""
+    """One number, the mean of what each query is worth, which the last call leaves in
+    `per_query`."""
 
     per_query: list[float]
 
@@ -96,17 +112,24 @@ class Retrieval(Quality):
 
     primary = "ndcg@10"
 
-    def __init__(self, collection: RetrievalSet, autocast: Literal["bfloat16"] | None = None) -> None:
+    def __init__(
+        self, collection: RetrievalSet, autocast: Literal["bfloat16"] | None = None
+    ) -> None:
         self.collection = collection
         self.autocast = autocast
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         queries, documents = (
             embed(tower, corpus, batch_size=64, autocast=self.autocast, progress=False)
-            for tower, corpus in ((model.left, self.collection.queries), (model.right, self.collection.corpus))
+            for tower, corpus in (
+                (model.left, self.collection.queries),
+                (model.right, self.collection.corpus),
+            )
         )
         qrels = self.collection.qrels
-        run = retrieve(queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels)
+        run = retrieve(
+            queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels
+        )
         scores = Result("model", "held-out", run, qrels, len(documents.ids)).per_query
         return self.mean(of_query[self.primary] for of_query in scores.values())
 
@@ -122,8 +145,12 @@ class ImageOfCaption(Quality):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         images = embed(model.left, self.evaluator.images, batch_size=64, progress=False)
         texts = embed(model.right, self.evaluator.texts, batch_size=64, progress=False)
-        ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)["text_to_image"]
-        return self.mean((ranks <= 10).astype(float).tolist()) | {"mean_log_rank": float(np.log(ranks).mean())}
+        ranks = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)[
+            "text_to_image"
+        ]
+        return self.mean((ranks <= 10).astype(float).tolist()) | {
+            "mean_log_rank": float(np.log(ranks).mean())
+        }
 
 
 class Neighbours(Quality):
@@ -143,14 +170,18 @@ class Neighbours(Quality):
         votes, labels = self.evaluator.labels
         found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
         if self.probe:
-            found["linear_probe"] = accuracy(linear_probe(train, votes).classifier.predict(test), labels)
+            found["linear_probe"] = accuracy(
+                linear_probe(train, votes).classifier.predict(test), labels
+            )
         return found
 
 
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
-    """Training pairs with their own documents as corpus, and held-out and test queries over all documents.
+    """Training pairs with their own documents as corpus, and held-out and test queries over all
+    documents.
 
-    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are held out.
+    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are
+    held out.
     """
     whole, test = BeirPairs(path, "train"), read_beir(path, "test")
     queries, documents = whole.left_id, whole.right_id
@@ -159,11 +190,15 @@ def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
     else:
         held_out = queries >= whole.num_left - min(HELD_OUT, whole.num_left // 5)
         qrels: dict[str, dict[str, int]] = {}
-        for query, document in zip(queries[held_out].tolist(), documents[held_out].tolist(), strict=True):
+        for query, document in zip(
+            queries[held_out].tolist(), documents[held_out].tolist(), strict=True
+        ):
             qrels.setdefault(whole.queries.ids[query], {})[whole.corpus.ids[document]] = 1
         rows = np.unique(queries[held_out])
         texts = [whole.queries.items[row] for row in rows.tolist()]
-        validation = RetrievalSet(Corpus([whole.queries.ids[row] for row in rows.tolist()], texts), test.corpus, qrels)
+        validation = RetrievalSet(
+            Corpus([whole.queries.ids[row] for row in rows.tolist()], texts), test.corpus, qrels
+        )
         queries, documents = queries[~held_out], documents[~held_out]
     used_queries, left_id = np.unique(queries, return_inverse=True)
     used_documents, right_id = np.unique(documents, return_inverse=True)
@@ -178,14 +213,20 @@ def vectors(path: Path, model: str) -> Task:
 
 
 def on_features(
-    pairs: PairDataset, validation: RetrievalSet, test: RetrievalSet, learning_rate: float, dim: int = 256
+    pairs: PairDataset,
+    validation: RetrievalSet,
+    test: RetrievalSet,
+    learning_rate: float,
+    dim: int = 256,
 ) -> Task:
     """The same pairs and queries as vectors of `dim` numbers."""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
 
-    weigh = TfidfVectorizer(sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32)
+    weigh = TfidfVectorizer(
+        sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32
+    )
     weighed = weigh.fit_transform([*pairs.left_items, *pairs.right_items])
     reduce = TruncatedSVD(dim, random_state=0).fit(weighed)
 
@@ -206,16 +247,25 @@ def on_features(
         right_modality="vector",
     )
     documents = corpus(test.corpus)
-    parts = (Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels)) for part in (validation, test))
-    return Task(lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False), train, *parts, learning_rate)
+    parts = (
+        Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels))
+        for part in (validation, test)
+    )
+    return Task(
+        lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False),
+        train,
+        *parts,
+        learning_rate,
+    )
 
 
 def copies(path: Path, model: str, known: bool = False) -> Task:
-    """Perceptrons on features where a fifth of the documents have a near copy under another id, as false negatives.
+    """Perceptrons on features where a fifth of the documents have a near copy under another id, as
+    false negatives.
 
-    A copied training pair comes again, as a copy of its query with a copy of its document: the document of either is a
-    false negative of the other's query. `known`: they are known positives. A test or held-out query whose document has
-    a copy has two relevant documents.
+    A copied training pair comes again, as a copy of its query with a copy of its document: the
+    document of either is a false negative of the other's query. `known`: they are known positives.
+    A test or held-out query whose document has a copy has two relevant documents.
     """
     pairs, validation, test = beir_parts(path)
     draw = np.random.default_rng(0)
@@ -233,7 +283,8 @@ def copies(path: Path, model: str, known: bool = False) -> Task:
     parts = []
     for part in (validation, test):
         qrels = {
-            query: grades | {copy_ids[own]: grade for own, grade in grades.items() if own in copy_ids}
+            query: grades
+            | {copy_ids[own]: grade for own, grade in grades.items() if own in copy_ids}
             for query, grades in part.qrels.items()
         }
         parts.append(part._replace(corpus=corpus, qrels=qrels))
@@ -245,14 +296,17 @@ def copies(path: Path, model: str, known: bool = False) -> Task:
     crossed_left = np.concatenate([left_id, left_id[copied], left_id[every]])
     crossed_right = np.concatenate([right_id, right_id[every], right_id[copied]])
     items = task.pairs.left_items, task.pairs.right_items
-    knowing = PairDataset(*items, crossed_left, crossed_right, left_modality="vector", right_modality="vector")
+    knowing = PairDataset(
+        *items, crossed_left, crossed_right, left_modality="vector", right_modality="vector"
+    )
     return replace(task, pairs=knowing.take(np.arange(len(train)), positives_of=knowing))
 
 
 def with_copies(
     texts: Sequence[str], ids: np.ndarray, pairs: np.ndarray, draw: np.random.Generator
 ) -> tuple[list[str], np.ndarray]:
-    """One side with a copy of the item of each of some pairs (n,), and (M + n,) ids, those of the copies last."""
+    """One side with a copy of the item of each of some pairs (n,), and (M + n,) ids, those of the
+    copies last."""
     made = [without_words(texts[item], draw) for item in ids[pairs].tolist()]
     return [*texts, *made], np.concatenate([ids, len(texts) + np.arange(len(made))])
 
@@ -260,38 +314,60 @@ def with_copies(
 def without_words(text: str, draw: np.random.Generator) -> str:
     """A near copy: a tenth of the words are missing."""
     words = text.split()
-    return " ".join(word for word, dropped in zip(words, draw.random(len(words)) < DROPPED_SHARE) if not dropped)
+    return " ".join(
+        word for word, dropped in zip(words, draw.random(len(words)) < DROPPED_SHARE) if not dropped
+    )
 
 
 def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
-    """The same parts with texts cut behind so many words: what encoders do not read need not be tokenized."""
+    """The same parts with texts cut behind so many words: what encoders do not read need not be
+    tokenized."""
     pairs, *tests = beir_parts(path)
 
     def begin(texts: Sequence[str]) -> list[str]:
         return [" ".join(text.split(maxsplit=words)[:words]) for text in texts]
 
-    cut = PairDataset(begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id)
+    cut = PairDataset(
+        begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id
+    )
     documents = Corpus(tests[0].corpus.ids, begin(tests[0].corpus.items))
     return cut, *(one._replace(corpus=documents) for one in tests)
 
 
 def decoder(path: Path, model: str) -> Task:
-    """A two-layer decoder of Qwen3's kind with a tokenizer of its own, both from scratch; its last token is pooled."""
-    config = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config |= {"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 192, "max_position_embeddings": 64}
+    """A two-layer decoder of Qwen3's kind with a tokenizer of its own, both from scratch; its last
+    token is pooled."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "intermediate_size": 192,
+        "max_position_embeddings": 64,
+    }
     return from_scratch(path, config)
 
 
 def text(path: Path, model: str, dropout: float = 0.0, both_sides: bool = False) -> Task:
     """A one-layer transformer with a tokenizer of its own, both from scratch."""
-    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config |= {"intermediate_size": 256, "max_position_embeddings": 64}
     config |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     return from_scratch(path, config, both_sides)
 
 
 def from_scratch(path: Path, config: dict[str, Any], both_sides: bool = False) -> Task:
-    """A transformer with random weights, and a tokenizer of the training documents, or of the queries as well."""
+    """A transformer with random weights, and a tokenizer of the training documents, or of the
+    queries as well."""
     pairs, validation, test = beginnings(path, words=64)
     whole = beir_parts(path)[0]
     texts = [*whole.left_items, *whole.right_items] if both_sides else whole.right_items
@@ -312,13 +388,23 @@ def minilm(
     max_queries: int | None = None,
     autocast: Literal["bfloat16"] | None = None,
 ) -> Task:
-    """A published encoder, fine-tuned; queries are answered from documents of the folder, judged ones among them."""
+    """A published encoder, fine-tuned; queries are answered from documents of the folder, judged
+    ones among them."""
     pairs, validation, test = beginnings(path, words=max_tokens)
     validation, test = (some_queries(part, max_queries) for part in (validation, test))
-    judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
+    judged = {
+        document
+        for part in (validation, test)
+        for of_query in part.qrels.values()
+        for document in of_query
+    }
     is_judged = np.array([own in judged for own in test.corpus.ids])
     others = np.random.default_rng(0).permutation(np.flatnonzero(~is_judged))
-    kept = np.sort(np.concatenate([np.flatnonzero(is_judged), others[: max(0, max_documents - is_judged.sum())]]))
+    kept = np.sort(
+        np.concatenate(
+            [np.flatnonzero(is_judged), others[: max(0, max_documents - is_judged.sum())]]
+        )
+    )
     documents = test.corpus.take(kept)
     validation, test = (part._replace(corpus=documents) for part in (validation, test))
 
@@ -330,7 +416,13 @@ def minilm(
         return encoder
 
     prepare = new_model().right.prepare
-    for texts in (documents.items, pairs.left_items, pairs.right_items, validation.queries.items, test.queries.items):
+    for texts in (
+        documents.items,
+        pairs.left_items,
+        pairs.right_items,
+        validation.queries.items,
+        test.queries.items,
+    ):
         for start in range(0, len(texts), 1000):
             prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
     return Task(
@@ -350,44 +442,75 @@ def some_queries(collection: RetrievalSet, count: int | None) -> RetrievalSet:
         return collection
     rows = np.sort(np.random.default_rng(0).permutation(len(collection.queries.ids))[:count])
     queries = collection.queries.take(rows)
-    return collection._replace(queries=queries, qrels={own: collection.qrels[own] for own in queries.ids})
+    return collection._replace(
+        queries=queries, qrels={own: collection.qrels[own] for own in queries.ids}
+    )
 
 
 def image_text(path: Path, model: str) -> Task:
     """A small open_clip model from scratch, on 64 pixels."""
     config = {
         "embed_dim": 128,
-        "vision_cfg": {"image_size": 64, "patch_size": 16, "width": 128, "layers": 4, "head_width": 32},
-        "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2},
+        "vision_cfg": {
+            "image_size": 64,
+            "patch_size": 16,
+            "width": 128,
+            "layers": 4,
+            "head_width": 32,
+        },
+        "text_cfg": {
+            "context_length": 32,
+            "vocab_size": 49408,
+            "width": 128,
+            "heads": 4,
+            "layers": 2,
+        },
     }
     train, validation, test = (
-        TablePairs(path / f"{part}.parquet", left_column="image", right_column="captions", deduplicate=part == "train")
+        TablePairs(
+            path / f"{part}.parquet",
+            left_column="image",
+            right_column="captions",
+            deduplicate=part == "train",
+        )
         for part in ("train", "dev", "test")
     )
 
     def new_model() -> DualEncoder:
         return ImageTextEncoder(config=config, crop_scale=(0.5, 1.0))
 
-    return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=5e-4)
+    return Task(
+        new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=5e-4
+    )
 
 
 def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
-    """Perceptrons on vectors that published encoders have of images and captions, see `pretrained_features.py`.
+    """Perceptrons on vectors that published encoders have of images and captions, see
+    `pretrained_features.py`.
 
     `one_item`: the captions of an image are one item, of which each step sees one at random.
     """
-    train, validation, test = (vector_pairs(path / f"{part}.npz") for part in ("train", "dev", "test"))
+    train, validation, test = (
+        vector_pairs(path / f"{part}.npz") for part in ("train", "dev", "test")
+    )
     sizes = train.left_items.shape[1], train.right_items.shape[1]
     if one_item:
-        captions = [train.right_items[train.right_id[train.left_id == image]] for image in range(train.num_left)]
+        captions = [
+            train.right_items[train.right_id[train.left_id == image]]
+            for image in range(train.num_left)
+        ]
         # Where two captions of an image are the same, some come again.
         several = np.stack([np.resize(own, (CAPTIONS, sizes[1])).ravel() for own in captions])
-        train = PairDataset(train.left_items, several, left_modality="vector", right_modality="vector")
+        train = PairDataset(
+            train.left_items, several, left_modality="vector", right_modality="vector"
+        )
 
     def new_model() -> DualEncoder:
         return CaptionEncoder(*sizes)
 
-    return Task(new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=1e-3)
+    return Task(
+        new_model, train, ImageOfCaption(validation), ImageOfCaption(test), learning_rate=1e-3
+    )
 
 
 def vector_pairs(file: Path) -> PairDataset:
@@ -406,7 +529,8 @@ class CaptionEncoder(VectorEncoder):
 
 
 class AnyCaption(VectorTower):
-    """A perceptron on one of the vectors (B, n·D) of n captions of the same image, chosen at random."""
+    """A perceptron on one of the vectors (B, n·D) of n captions of the same image, chosen at
+    random."""
 
     def __init__(self, caption_dim: int) -> None:
         super().__init__("mlp", caption_dim, dim=64, hidden=512)
@@ -416,7 +540,9 @@ class AnyCaption(VectorTower):
     def forward(self, inputs: Inputs) -> Tensor:
         captions = inputs["vector"].unflatten(1, (-1, self.caption_dim))
         chosen = torch.randint(captions.shape[1], (len(captions),), device=captions.device)
-        return super().forward({"vector": captions[torch.arange(len(captions), device=captions.device), chosen]})
+        return super().forward(
+            {"vector": captions[torch.arange(len(captions), device=captions.device), chosen]}
+        )
 
 
 class AnyLength(VectorPrepare):
@@ -437,13 +563,20 @@ def some_of(pairs: PairDataset, count: int) -> PairDataset:
     """A random part of the pairs, with the items that occur in it and no others."""
     rows = np.random.default_rng(0).permutation(len(pairs))[:count]
     items, ids = [], []
-    for all_items, of_pairs in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
+    for all_items, of_pairs in (
+        (pairs.left_items, pairs.left_id),
+        (pairs.right_items, pairs.right_id),
+    ):
         used, numbers = np.unique(of_pairs[rows], return_inverse=True)
         items.append(
-            all_items[used] if isinstance(all_items, np.ndarray) else [all_items[row] for row in used.tolist()]
+            all_items[used]
+            if isinstance(all_items, np.ndarray)
+            else [all_items[row] for row in used.tolist()]
         )
         ids.append(numbers)
-    return PairDataset(*items, *ids, left_modality=pairs.left_modality, right_modality=pairs.right_modality)
+    return PairDataset(
+        *items, *ids, left_modality=pairs.left_modality, right_modality=pairs.right_modality
+    )
 
 
 TASKS: dict[str, Callable[[Path, str], Task]] = {
@@ -458,7 +591,9 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "minilm_lora": partial(minilm, lora_rank=16),
     "minilm_beginnings": partial(minilm, **BEGINNINGS),
     "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
-    "minilm_512": partial(minilm, **BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}),
+    "minilm_512": partial(
+        minilm, **BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}
+    ),
     "image_text": image_text,
     "image_text_vectors": image_text_vectors,
     "image_text_sets": partial(image_text_vectors, one_item=True),

@@ -1,10 +1,11 @@
-"""The exact global loss of every checkpoint of a run on a finite set of pairs, the squared norm of its gradient, and
-the geometry of its embeddings (Yau et al. 2024, arXiv:2404.10575, Eq. 1, Eq. 4 and §4.5, Figure 7).
+"""The exact global loss of every checkpoint of a run on a finite set of pairs, the squared norm of
+its gradient, and the geometry of its embeddings (Yau et al. 2024, arXiv:2404.10575, Eq. 1, Eq. 4
+and §4.5, Figure 7).
 
     python eval/convergence.py runs/mine PAIRS --pairs 500 --temperature 0.07
 
-PAIRS are pairs, as `dualenc train` reads them; for models of kind image they are images, of which two of SimCLR's
-augmentations are a pair.
+PAIRS are pairs, as `dualenc train` reads them; for models of kind image they are images, of which
+two of SimCLR's augmentations are a pair.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
 from dualenc.evaluation.corrupted import SimCLRPrepare
 from dualenc.evaluation.probe import unit_rows
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side, Vectors
@@ -35,7 +36,8 @@ CHUNK = 64
 
 
 class PairSet:
-    """Chosen pairs, of which every item is encoded once; of images, two of SimCLR's augmentations of each are a pair.
+    """Chosen pairs, of which every item is encoded once; of images, two of SimCLR's augmentations
+    of each are a pair.
 
     `rows` (M,) are numbers of images or pairs.
     """
@@ -49,12 +51,15 @@ class PairSet:
             own: dict[Side, np.ndarray] = {"left": data.left_id[rows], "right": data.right_id[rows]}
             for side in SIDES:
                 self.items[side], ids[side] = np.unique(own[side], return_inverse=True)
-            listed = {side: self._positives(data.positives(side, own[side]), side) for side in SIDES}
+            listed = {
+                side: self._positives(data.positives(side, own[side]), side) for side in SIDES
+            }
             self._arguments = {f"{side}_positives": positives for side, positives in listed.items()}
         self._arguments |= {f"{side}_id": torch.from_numpy(ids[side]) for side in SIDES}
 
     def _positives(self, ids: np.ndarray, side: Side) -> torch.Tensor | None:
-        """(M, K) rows among the embedded items of ids of the other side; other items, and padding, are -1."""
+        """(M, K) rows among the embedded items of ids of the other side; other items, and padding,
+        are -1."""
         others = self.items["right" if side == "left" else "left"]
         rows = np.searchsorted(others, ids).clip(max=len(others) - 1)
         listed = np.where(others[rows] == ids, rows, -1)
@@ -82,7 +87,8 @@ class ExactPoint(NamedTuple):
     """One model on the curve of a run.
 
     Attributes:
-        loss: L(θ), the mean of −s(x, y)/τ + log Σ_z exp(s(x, z)/τ) over all anchors x and their negatives z.
+        loss: L(θ), the mean of −s(x, y)/τ + log Σ_z exp(s(x, z)/τ) over all anchors x and their
+            negatives z.
         squared_gradient_norm: ‖∇L(θ)‖².
         pairs: the embeddings.
     """
@@ -99,20 +105,25 @@ def exact_gradient(
     pairs: Callable[[Tensor, Tensor], FrozenPairs],
     temperature: float,
 ) -> ExactPoint:
-    """The exact loss of a model and the squared norm of its gradient with respect to the trainable weights.
+    """The exact loss of a model and the squared norm of its gradient with respect to the trainable
+    weights.
 
-    The set is encoded twice: without a graph for the loss, and then chunk by chunk to backpropagate the loss's gradient
-    on the embeddings. Put the model into evaluation mode, so that no item's embedding depends on its batch.
+    The set is encoded twice: without a graph for the loss, and then chunk by chunk to backpropagate
+    the loss's gradient on the embeddings. Put the model into evaluation mode, so that no item's
+    embedding depends on its batch.
 
     Args:
         model: gradients of its weights are cleared.
-        encode: `encode(side, inputs)` gives (n, D) unit-norm embeddings, with a graph where gradients are enabled.
+        encode: `encode(side, inputs)` gives (n, D) unit-norm embeddings, with a graph where
+            gradients are enabled.
         chunks: prepared inputs of the items of each side, left first, chunk by chunk, in order.
         pairs: from the embeddings of both sides, such as `FrozenPairs.one_to_one`.
         temperature: τ > 0.
     """
     with torch.no_grad():
-        left, right = (torch.cat([encode(side, inputs) for inputs in own]) for side, own in chunks.items())
+        left, right = (
+            torch.cat([encode(side, inputs) for inputs in own]) for side, own in chunks.items()
+        )
     frozen = pairs(left.double(), right.double())
     gradient, loss = frozen.exact(temperature)
     model.zero_grad(set_to_none=True)
@@ -131,13 +142,15 @@ def exact_gradient(
 
 
 def alignment(left: Vectors, right: Vectors, power: float = 2) -> float:
-    """Mean of ‖x − y‖^α over positive pairs of unit vectors (Wang & Isola 2020, Eq. 7); 0 is perfect."""
+    """Mean of ‖x − y‖^α over positive pairs of unit vectors (Wang & Isola 2020, Eq. 7); 0 is
+    perfect."""
     difference = unit_rows(left, "left embeddings") - unit_rows(right, "right embeddings")
     return float(np.mean(np.linalg.norm(difference.astype(np.float64), axis=1) ** power))
 
 
 def negative_cosines(left: Vectors, right: Vectors, pairs: FrozenPairs) -> np.ndarray:
-    """Cosines of the left item of each pair with the right items of all pairs that it has nothing in common with."""
+    """Cosines of the left item of each pair with the right items of all pairs that it has nothing
+    in common with."""
     left_id = pairs.left_id.numpy()
     right_id = pairs.right_id.numpy()
     positive = (left_id[:, None] == left_id) | (right_id[:, None] == right_id)
@@ -179,7 +192,9 @@ def measure(model: DualEncoder, chosen: PairSet, temperature: float) -> dict[str
     }
 
 
-def main(run: str, data: str, *, pairs: int = 500, temperature: float = 0.07, split: str = "train") -> None:
+def main(
+    run: str, data: str, *, pairs: int = 500, temperature: float = 0.07, split: str = "train"
+) -> None:
     """Measure every checkpoint of a run, and print a table.
 
     Args:
@@ -192,7 +207,11 @@ def main(run: str, data: str, *, pairs: int = 500, temperature: float = 0.07, sp
     folder = Path(run)
     model = load_model(str(folder / "model"), device="cpu").eval()
     is_image = model.kind == "image"
-    items = open_corpus(data, modality="image", split=split) if is_image else open_pairs(data, split=split)
+    items = (
+        open_corpus(data, modality="image", split=split)
+        if is_image
+        else open_pairs(data, split=split)
+    )
     chosen = PairSet(items, random_rows(len(items), pairs, seed=0))
     rows = []
     for step, checkpoint in Checkpoints(folder / "checkpoints").finished():

@@ -1,20 +1,21 @@
-"""What each objective's gradient estimates, at frozen embeddings: bias, error of a single step, cost and memory.
+"""What each objective's gradient estimates, at frozen embeddings: bias, error of a single step,
+cost and memory.
 
     python eval/estimator_bias.py --out runs/estimator_bias.png
     python eval/estimator_bias.py --views true --batch_size 32 --embeddings pairs.npy
     python eval/estimator_bias.py --mixing 8
     python eval/estimator_bias.py --pool 3 --num_pairs 1000
 
-Gradients are taken with respect to the embeddings themselves and compared with the gradient of the global loss
-(`gradient_bias.py`).
+Gradients are taken with respect to the embeddings themselves and compared with the gradient of the
+global loss (`gradient_bias.py`).
 
-bias: distance of the mean gradient of an epoch from the exact one, relative; freed of the noise that is left after so
-many epochs (products of independent stretches of the run), so 0 means: not to be told from unbiased.
-±: its standard error.
+bias: distance of the mean gradient of an epoch from the exact one, relative; freed of the noise
+that is left after so many epochs (products of independent stretches of the run), so 0 means: not to
+be told from unbiased. ±: its standard error.
 mean error: the same distance with the noise left in, which more epochs would lower to the bias.
-step error: distance of a single step's gradient from the exact gradient of the same anchors, relative.
-With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that start on recent items and
-for chains that start cold.
+step error: distance of a single step's gradient from the exact gradient of the same anchors,
+relative. With --mixing: how the bias of the chains' gradient falls with the epochs, for chains that
+start on recent items and for chains that start cold.
 With --pool: GlobalCache that looks at 6 % of what is remembered per step, by epochs.
 value: mean of the reported loss minus the exact loss. encodes: out-of-batch items encoded per step.
 """
@@ -33,7 +34,7 @@ import numpy as np
 import torch
 from gradient_bias import Bias, FrozenPairs, bias_of, epochs
 
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import (
     DCL,
     EMC2,
@@ -77,7 +78,8 @@ class Found(NamedTuple):
 
     Attributes:
         bias: of the mean gradient of an epoch, relative to the exact gradient.
-        step_errors: relative distance of a step's gradient from the exact gradient of the same anchors, for a sample.
+        step_errors: relative distance of a step's gradient from the exact gradient of the same
+            anchors, for a sample.
         encodes: items requested by id per pair.
         state_bytes: size of the objective's tables.
         mean_errors: of the running mean gradient after each epoch.
@@ -103,10 +105,12 @@ def measure_stretches(
     stretch: int,
     seed: int = 0,
 ) -> Found:
-    """Measure an objective in one long run, whose stretches are independent unless they are neighbours.
+    """Measure an objective in one long run, whose stretches are independent unless they are
+    neighbours.
 
     Args:
-        frozen, kind, temperature, batch_size: the pairs, the objective as `frozen.build` takes it, τ and B.
+        frozen, kind, temperature, batch_size: the pairs, the objective as `frozen.build` takes it,
+            τ and B.
         warm_up: epochs before anything counts, in which averages and chains settle.
         stretch: epochs of each of eight stretches.
         seed: of the order of the pairs and of the objective's draws.
@@ -129,10 +133,13 @@ def measure_stretches(
                 values.append(value)
                 num_encoded += frozen.num_encoded
                 frozen.add_to(total, gradient, len(rows) / len(frozen))
-                # Comparing every step would double the cost: only the first epoch of each stretch is compared.
+                # Comparing every step would double the cost: only the first epoch of each stretch
+                # is compared.
                 if epoch == 0:
                     expected = frozen.dense(frozen.step(oracle, rows)[0])
-                    step_errors.append(float((frozen.dense(gradient) - expected).norm() / expected.norm()))
+                    step_errors.append(
+                        float((frozen.dense(gradient) - expected).norm() / expected.norm())
+                    )
             error = (sums.sum(dim=0) / ((number - 1) * stretch + epoch + 1) - exact).norm()
             mean_errors.append(float(error / exact.norm()))
     encodes = num_encoded / (STRETCHES * stretch * len(frozen))
@@ -148,7 +155,8 @@ def state_bytes(criterion: Objective) -> int:
 
 
 def synthetic(num_pairs: int, dimension: int) -> FrozenPairs:
-    """Random unit vectors in few dimensions, right near left: some negatives are much nearer than most."""
+    """Random unit vectors in few dimensions, right near left: some negatives are much nearer than
+    most."""
     draw = torch.Generator().manual_seed(0)
     left = torch.nn.functional.normalize(torch.randn(num_pairs, dimension, generator=draw), dim=1)
     near = left + 0.5 * torch.randn(num_pairs, dimension, generator=draw) / dimension**0.5
@@ -164,12 +172,15 @@ def mixing(
     looks: Sequence[int] = (1, 3, 10, 30),
     **how: Any,
 ) -> dict[int, float]:
-    """Relative bias of the mean gradient of the epoch that follows so many. Replicas are independent runs."""
+    """Relative bias of the mean gradient of the epoch that follows so many. Replicas are
+    independent runs."""
     exact, _ = frozen.exact(temperature)
     means = {look: torch.zeros(replicas, *exact.shape) for look in looks}
     for replica in range(replicas):
         criterion = frozen.build(kind, temperature, seed=replica, **how)
-        for epoch, order in zip(range(max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)):
+        for epoch, order in zip(
+            range(max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)
+        ):
             for rows in order:
                 gradient, _ = frozen.step(criterion, rows)
                 if epoch in means:
@@ -177,20 +188,33 @@ def mixing(
     return {look: bias_of(mean, exact).value for look, mean in means.items()}
 
 
-def mixing_table(frozen: FrozenPairs, replicas: int, kinds: Sequence[type[EMC2] | type[ISIR]] = (ISIR,)) -> Table:
+def mixing_table(
+    frozen: FrozenPairs, replicas: int, kinds: Sequence[type[EMC2] | type[ISIR]] = (ISIR,)
+) -> Table:
     """A row per objective, τ, B and start."""
     rows = []
     for kind, temperature, batch_size in product(kinds, (0.02, 0.05, 0.07), (4, 16, 32)):
         for start, recent in (("recent items", 4096), ("cold", 0)):
             found = mixing(kind, frozen, temperature, batch_size, replicas, recent=recent)
             named = {f"bias after {look}": bias for look, bias in found.items()}
-            rows.append({"objective": kind.__name__, "τ": temperature, "B": batch_size, "start": start, **named})
+            rows.append(
+                {
+                    "objective": kind.__name__,
+                    "τ": temperature,
+                    "B": batch_size,
+                    "start": start,
+                    **named,
+                }
+            )
     return Table(f"N = {len(frozen.left)}; bias of the epoch after so many, {replicas} runs", rows)
 
 
 def clustered(num_pairs: int, dimension: int = 32, of_a_cluster: int = 20) -> FrozenPairs:
     """Pairs in clusters, one after the other: of each anchor a few negatives weigh most."""
-    draw, normalize = torch.Generator().manual_seed(0), partial(torch.nn.functional.normalize, dim=1)
+    draw, normalize = (
+        torch.Generator().manual_seed(0),
+        partial(torch.nn.functional.normalize, dim=1),
+    )
     centres = normalize(torch.randn(num_pairs // of_a_cluster, dimension, generator=draw))
 
     def near(vectors: torch.Tensor, distance: float) -> torch.Tensor:
@@ -204,20 +228,30 @@ def clustered(num_pairs: int, dimension: int = 32, of_a_cluster: int = 20) -> Fr
     return FrozenPairs.one_to_one(left[order], right[order])
 
 
-def pool_table(frozen: FrozenPairs, replicas: int, looks: Sequence[int] = (2, 5, 20), batch_size: int = 16) -> Table:
-    """A row per τ and number of encodes: bias and error of the value in an epoch, with a pool of 1/16 of the items."""
+def pool_table(
+    frozen: FrozenPairs, replicas: int, looks: Sequence[int] = (2, 5, 20), batch_size: int = 16
+) -> Table:
+    """A row per τ and number of encodes: bias and error of the value in an epoch, with a pool of
+    1/16 of the items."""
     rows, pool = [], max(64, len(frozen) // 16)
     for temperature, encodes in product((0.02, 0.07), (1.0, 2.0, 4.0)):
-        (exact, value), kind = frozen.exact(temperature), partial(GlobalCache, extra_encodes=encodes, pool=pool)
+        (exact, value), kind = (
+            frozen.exact(temperature),
+            partial(GlobalCache, extra_encodes=encodes, pool=pool),
+        )
         means = {look: torch.zeros(replicas, *exact.shape) for look in looks}
         values: dict[int, list[float]] = {look: [] for look in looks}
         for replica in range(replicas):
             criterion = frozen.build(kind, temperature, seed=replica)
-            for epoch, order in zip(range(1, max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)):
+            for epoch, order in zip(
+                range(1, max(looks) + 1), epochs(len(frozen), batch_size, seed=replica)
+            ):
                 for rows_of_batch in order:
                     gradient, found = frozen.step(criterion, rows_of_batch)
                     if epoch in means:
-                        frozen.add_to(means[epoch][replica], gradient, len(rows_of_batch) / len(frozen))
+                        frozen.add_to(
+                            means[epoch][replica], gradient, len(rows_of_batch) / len(frozen)
+                        )
                         values[epoch].append(found)
         row: dict[str, Any] = {"τ": temperature, "encodes": encodes}
         for look in looks:
@@ -242,7 +276,11 @@ def draw(results: dict[str, Found], out: Path, title: str) -> None:
         curves.loglog(range(1, len(errors) + 1), errors, color=color, label=name)
     curves.set(xlabel="epochs averaged", ylabel="error of the mean gradient, relative", title=title)
     curves.legend(fontsize=8, ncols=2)
-    bars.barh(names[::-1], [statistics.mean(results[name].step_errors) for name in names[::-1]], color="tab:gray")
+    bars.barh(
+        names[::-1],
+        [statistics.mean(results[name].step_errors) for name in names[::-1]],
+        color="tab:gray",
+    )
     bars.set(xlabel="error of a single step, relative to the exact gradient of its anchors")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=120)
@@ -273,7 +311,8 @@ def main(
         warm_up: epochs before that.
         embeddings: real ones instead: a .npy file of shape (2, N, D), left then right, unit norm.
         mixing: show instead how fast chains mix, from so many independent runs, at several τ and B.
-        pool: show instead what GlobalCache gives with a pool, by epochs, from so many independent runs.
+        pool: show instead what GlobalCache gives with a pool, by epochs, from so many independent
+            runs.
         out: a PNG file to draw to.
     """
     if pool:
@@ -281,7 +320,9 @@ def main(
         return
     frozen = synthetic(num_pairs, dimension)
     if embeddings is not None:
-        frozen = FrozenPairs.one_to_one(*(torch.from_numpy(side).float() for side in np.load(embeddings)))
+        frozen = FrozenPairs.one_to_one(
+            *(torch.from_numpy(side).float() for side in np.load(embeddings))
+        )
         num_pairs = len(frozen)
     frozen.views = views and not mixing
     if mixing:

@@ -1,17 +1,20 @@
-"""Which objective should fine-tune a published encoder? Each for the same seconds of one core, on beginnings of texts.
+"""Which objective should fine-tune a published encoder? Each for the same seconds of one core, on
+beginnings of texts.
 
     python eval/finetuning.py run FOLDER --pairs 1536 --seconds 100
-    python eval/finetuning.py run FOLDER --pairs 1536 --seconds 100 --lora_rank 16 --rows "[InfoNCE,SogCLR+]"
-    python eval/finetuning.py report
+    python eval/finetuning.py run FOLDER --pairs 1536 --seconds 100 --lora_rank 16 --rows
+    "[InfoNCE,SogCLR+]" python eval/finetuning.py report
 
-FOLDER is in BEIR's form. A row is an objective, a batch size, and what comes with it: "InfoNCE 512" caches gradients in
-chunks of 32; "mined" gives each query the first negative that the published encoder ranks behind its positive, with at
-most 0.95 of its score. Embedding for it counts as training time.
+FOLDER is in BEIR's form. A row is an objective, a batch size, and what comes with it: "InfoNCE 512"
+caches gradients in chunks of 32; "mined" gives each query the first negative that the published
+encoder ranks behind its positive, with at most 0.95 of its score. Embedding for it counts as
+training time.
 
-Every row is tuned alike: with the first seed and a third of the seconds τ at the first learning rate, then the learning
-rate, by nDCG@10 on held-out queries, the rate on past an edge. Steps are as many as fit into the seconds at the speed
-of the run before. Documents are those that a held-out or a test query is about. One line per run is added to
---results, and a run that is there already is not made again.
+Every row is tuned alike: with the first seed and a third of the seconds τ at the first learning
+rate, then the learning rate, by nDCG@10 on held-out queries, the rate on past an edge. Steps are as
+many as fit into the seconds at the speed of the run before. Documents are those that a held-out or
+a test query is about. One line per run is added to --results, and a run that is there already is
+not made again.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from small_batch import OBJECTIVES
 from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus, RetrievalSet, corpora
 from dualenc.encoders import DualEncoder, TextEncoder
-from dualenc.evaluation.report import Table, print_table
-from dualenc.hard_negatives import Rule
-from dualenc.search.embed import embed
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.search.embed.encode import embed
+from dualenc.search.hard_negatives import Rule
 from dualenc.search.mining import mine_negatives
 from dualenc.training import Trainer
 
@@ -80,9 +83,16 @@ class Task(NamedTuple):
 def open_task(path: Path, num_pairs: int | None, model: str, lora_rank: int) -> Task:
     """The beginnings of a BEIR folder's texts, and a random part of its pairs."""
     pairs, validation, test = beginnings(path, words=TOKENS)
-    judged = {document for part in (validation, test) for of_query in part.qrels.values() for document in of_query}
+    judged = {
+        document
+        for part in (validation, test)
+        for of_query in part.qrels.values()
+        for document in of_query
+    }
     kept = [row for row, own in enumerate(test.corpus.ids) if own in judged]
-    documents = Corpus([test.corpus.ids[row] for row in kept], [test.corpus.items[row] for row in kept])
+    documents = Corpus(
+        [test.corpus.ids[row] for row in kept], [test.corpus.items[row] for row in kept]
+    )
 
     def retrieval(part: RetrievalSet) -> Retrieval:
         return Retrieval(part._replace(corpus=documents))
@@ -101,7 +111,10 @@ def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[D
     model = task.new_model()
     pairs = task.pairs
     criterion = OBJECTIVES[row.objective](
-        temperature=settings["temperature"], seed=settings["seed"], num_left=pairs.num_left, num_right=pairs.num_right
+        temperature=settings["temperature"],
+        seed=settings["seed"],
+        num_left=pairs.num_left,
+        num_right=pairs.num_right,
     )
     begun = time.process_time()
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +122,9 @@ def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[D
         if row.mined:
             embedded = [
                 embed(tower, corpus, work / side, autocast="bfloat16", progress=False)
-                for side, tower, corpus in zip(("left", "right"), (model.left, model.right), corpora(pairs))
+                for side, tower, corpus in zip(
+                    ("left", "right"), (model.left, model.right), corpora(pairs)
+                )
             ]
             rule = Rule(num_negatives=1, relative=0.95)
             mine_negatives(*embedded, pairs, work / "mined.jsonl", rule=rule, progress=False)
@@ -164,7 +179,8 @@ def run(
         pairs: train on a random part of so many pairs.
         seconds: of one core that every run may take; a third of them while tuning.
         rows: names of rows.
-        rates: learning rates to choose from, at a batch of 32, and on past an edge above; a single one is taken.
+        rates: learning rates to choose from, at a batch of 32, and on past an edge above; a single
+            one is taken.
         seeds: of each row.
         lora_rank: rank of adapters; 0 trains all weights.
         model: folder or hub name of the published encoder.
@@ -175,13 +191,22 @@ def run(
     common = {"task": path.name, "pairs": len(task.pairs), "lora_rank": lora_rank}
     if kept.find({**common, "row": "before"}) is None:
         published = task.new_model().eval()
-        measured = {"validation": task.validation(published)["ndcg@10"], "test": task.test(published)["ndcg@10"]}
+        measured = {
+            "validation": task.validation(published)["ndcg@10"],
+            "test": task.test(published)["ndcg@10"],
+        }
         kept.add({**common, "row": "before", **measured})
     for name in rows:
         trainings = Trainings(task, ROWS[name], {**common, "row": name}, kept)
         temperature, rate = trainings.tune(seconds * TUNING, rates)
-        found = [trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"] for seed in range(seeds)]
-        print(f"{path.name} {name}: {[round(one, 4) for one in found]} τ {temperature} rate {rate}", flush=True)
+        found = [
+            trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"]
+            for seed in range(seeds)
+        ]
+        print(
+            f"{path.name} {name}: {[round(one, 4) for one in found]} τ {temperature} rate {rate}",
+            flush=True,
+        )
 
 
 class Trainings:
@@ -224,9 +249,17 @@ class Trainings:
             best = max(tried, key=lambda rate: quality(temperature, rate))
         return temperature, best
 
-    def measure(self, seconds: float, temperature: float, rate: float, seed: int, tuning: bool) -> dict[str, Any]:
+    def measure(
+        self, seconds: float, temperature: float, rate: float, seed: int, tuning: bool
+    ) -> dict[str, Any]:
         """One run with these settings: an earlier one, or a new one."""
-        settings = {**self.common, "budget": seconds, "temperature": temperature, "rate": rate, "seed": seed}
+        settings = {
+            **self.common,
+            "budget": seconds,
+            "temperature": temperature,
+            "rate": rate,
+            "seed": seed,
+        }
         found = self.kept.find(settings)
         if found is None:
             if self.step_seconds == 0:
@@ -250,15 +283,26 @@ def report(results: Path = RESULTS) -> None:
         common = {"task": task, "pairs": pairs, "lora_rank": lora_rank}
         table = []
         tested = [run for run in kept.runs if common.items() <= run.items() and "test" in run]
-        for name, rate, temperature in dict.fromkeys((r["row"], r.get("rate"), r.get("temperature")) for r in tested):
-            own = [r for r in tested if (r["row"], r.get("rate"), r.get("temperature")) == (name, rate, temperature)]
+        for name, rate, temperature in dict.fromkeys(
+            (r["row"], r.get("rate"), r.get("temperature")) for r in tested
+        ):
+            own = [
+                r
+                for r in tested
+                if (r["row"], r.get("rate"), r.get("temperature")) == (name, rate, temperature)
+            ]
             values = [run["test"] for run in own]
             cells: dict[str, Any] = {"row": name, "ndcg@10": statistics.mean(values)}
             if len(own) > 1:
-                cells |= {"deviation": statistics.stdev(values), "seconds": statistics.mean(r["seconds"] for r in own)}
+                cells |= {
+                    "deviation": statistics.stdev(values),
+                    "seconds": statistics.mean(r["seconds"] for r in own),
+                }
                 cells |= {"steps": own[0]["steps"], "τ": temperature, "rate": f"{rate:.0e}"}
             table.append(cells)
-        title = f"{task}, {pairs:,} pairs, " + (f"LoRA of rank {lora_rank}" if lora_rank else "all weights")
+        title = f"{task}, {pairs:,} pairs, " + (
+            f"LoRA of rank {lora_rank}" if lora_rank else "all weights"
+        )
         print_table(Table(title, table))
 
 

@@ -1,11 +1,14 @@
-"""FrozenCorpus above `max_exact`: bias of the mean gradient of the sum over nearest and sampled documents.
+"""FrozenCorpus above `max_exact`: bias of the mean gradient of the sum over nearest and sampled
+documents.
 
-    python eval/frozen_bias.py                                        # 100,000 clustered unit vectors
-    python eval/frozen_bias.py --documents emb/corpus --queries emb/queries --nearest 16 --sampled 512
+    python eval/frozen_bias.py                                        # 100,000 clustered unit
+    vectors python eval/frozen_bias.py --documents emb/corpus --queries emb/queries --nearest 16
+    --sampled 512
 
-Gradients of the loss in the queries, in batches of B, against those of the exact sum. Each query's positive is its
-nearest document, as for an encoder that works. Bias is freed of the noise of the draws; step error is that of one step;
-both are relative to the length of the exact gradient. "nearest alone" sums over the searched documents only.
+Gradients of the loss in the queries, in batches of B, against those of the exact sum. Each query's
+positive is its nearest document, as for an encoder that works. Bias is freed of the noise of the
+draws; step error is that of one step; both are relative to the length of the exact gradient.
+"nearest alone" sums over the searched documents only.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ from jsonargparse import auto_cli
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dualenc.data.vector_shards import Embeddings
-from dualenc.evaluation.report import Table, print_table
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import FrozenCorpus
 
 STRETCHES = 8
 
 
-def clustered(rows: int, num_queries: int, dimension: int = 64, of_a_cluster: int = 20) -> tuple[Tensor, Tensor]:
+def clustered(
+    rows: int, num_queries: int, dimension: int = 64, of_a_cluster: int = 20
+) -> tuple[Tensor, Tensor]:
     """(N, D) documents in clusters and (Q, D) queries near some of them, unit vectors."""
     draw = torch.Generator().manual_seed(0)
 
@@ -50,7 +55,9 @@ def read(folder: Path, limit: int | None = None) -> Tensor:
 
 def gradient(criterion: FrozenCorpus, batches: list[Any]) -> Tensor:
     """(Q, D) gradients of the queries of all batches, each of its own batch's loss."""
-    return torch.cat([torch.autograd.grad(criterion(**batch).loss, batch["left"])[0] for batch in batches])
+    return torch.cat(
+        [torch.autograd.grad(criterion(**batch).loss, batch["left"])[0] for batch in batches]
+    )
 
 
 def main(
@@ -82,8 +89,14 @@ def main(
     for ids in torch.arange(len(anchors)).split(batch_size):
         right_id = positives[ids]
         left = anchors[ids].clone().requires_grad_()
-        batches.append({"left": left, "right": vectors[right_id], "left_id": ids, "right_id": right_id})
-    estimate = {"max_exact": 1, "nearest": nearest, "search": lambda queries, k: index.search(queries, k)[1]}
+        batches.append(
+            {"left": left, "right": vectors[right_id], "left_id": ids, "right_id": right_id}
+        )
+    estimate = {
+        "max_exact": 1,
+        "nearest": nearest,
+        "search": lambda queries, k: index.search(queries, k)[1],
+    }
     lines = []
     for temperature in (0.02, 0.05, 0.1):
         exact = gradient(FrozenCorpus(vectors, temperature=temperature), batches)

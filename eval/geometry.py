@@ -14,7 +14,8 @@ BLOCK_ROWS = 1024
 
 
 def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
-    """log of the mean of exp(−t‖x − y‖²) over pairs of different rows (Wang & Isola 2020, Eq. 8); lower is more even.
+    """log of the mean of exp(−t‖x − y‖²) over pairs of different rows (Wang & Isola 2020, Eq. 8);
+    lower is more even.
 
     The embeddings (N, D), N ≥ 2, are scaled to unit norm here.
     """
@@ -31,7 +32,8 @@ def uniformity(embeddings: Vectors, temperature: float = 2) -> float:
 
 
 def effective_rank(embeddings: Vectors) -> float:
-    """exp of the entropy of the normalised singular values of (N, D) embeddings (RankMe: Garrido et al. 2023, Eq. 1–2).
+    """exp of the entropy of the normalised singular values of (N, D) embeddings (RankMe: Garrido et
+    al. 2023, Eq. 1–2).
 
     They are neither centred nor scaled here; the rank is at most D.
     """

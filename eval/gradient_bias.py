@@ -1,8 +1,10 @@
-"""The bias of an objective's gradient at frozen embeddings: pairs, the exact gradient, and estimates free of noise.
+"""The bias of an objective's gradient at frozen embeddings: pairs, the exact gradient, and
+estimates free of noise.
 
-Gradients are taken with respect to the embeddings, and compared with that of the global loss over all pairs
-(`ExactGlobal`). `estimator_bias.py`, `frozen_bias.py`, `moving_embeddings.py` and `convergence.py` measure with it.
-Shapes: B batch, N items of a side, D dimension, M pairs, K known positives, S stretches.
+Gradients are taken with respect to the embeddings, and compared with that of the global loss over
+all pairs (`ExactGlobal`). `estimator_bias.py`, `frozen_bias.py`, `moving_embeddings.py` and
+`convergence.py` measure with it. Shapes: B batch, N items of a side, D dimension, M pairs, K known
+positives, S stretches.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ class FrozenPairs:
     """Frozen embeddings and the pairs between them.
 
     Attributes:
-        left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the sides.
+        left, right: (N, D) unit-norm embeddings of the items, by id; N may differ between the
+            sides.
         left_id, right_id: (M,) ids of each pair.
-        left_positives, right_positives: (M, K) ids of positives of the pair's left or right item, padded with -1.
+        left_positives, right_positives: (M, K) ids of positives of the pair's left or right item,
+            padded with -1.
         views: left and right are two views of one image.
         num_encoded: items that the last step requested by id.
     """
@@ -50,7 +54,8 @@ class FrozenPairs:
 
     @property
     def ids(self) -> dict[str, Tensor]:
-        """The ids by the names that `Objective.forward` gives them, without those that are not known."""
+        """The ids by the names that `Objective.forward` gives them, without those that are not
+        known."""
         names = ("left_id", "right_id", "left_positives", "right_positives")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -63,8 +68,11 @@ class FrozenPairs:
     def __len__(self) -> int:
         return len(self.left_id)
 
-    def build(self, kind: Callable[..., Objective], temperature: float, **options: Any) -> Objective:
-        """An objective of these pairs: `kind` is a class of objectives, or makes one from the same arguments."""
+    def build(
+        self, kind: Callable[..., Objective], temperature: float, **options: Any
+    ) -> Objective:
+        """An objective of these pairs: `kind` is a class of objectives, or makes one from the same
+        arguments."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right)}
         criterion = kind(**sizes, temperature=temperature, views=self.views, **options)
         criterion.to(self.left.device).set_counts(
@@ -74,12 +82,14 @@ class FrozenPairs:
         return criterion
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of items by id; their gradients are sparse, with a row per requested id."""
+        """(n, D) embeddings of items by id; their gradients are sparse, with a row per requested
+        id."""
         self.num_encoded += len(ids)
         return embedding(ids, getattr(self, side), sparse=True)
 
     def step(self, criterion: Objective, rows: Tensor) -> tuple[tuple[Tensor, Tensor], float]:
-        """The sparse gradients of a batch, pairs `rows` (B,), on the left and the right items, and its loss."""
+        """The sparse gradients of a batch, pairs `rows` (B,), on the left and the right items, and
+        its loss."""
         ids = {name: each[rows] for name, each in self.ids.items()}
         left = self.encode("left", ids["left_id"])
         right = self.encode("right", ids["right_id"])
@@ -113,7 +123,8 @@ def epochs(num_pairs: int, batch_size: int, seed: int = 0) -> Iterator[list[Tens
 
 
 class Bias(NamedTuple):
-    """Squared relative bias of the mean gradient, estimated without the noise in it; and its standard error."""
+    """Squared relative bias of the mean gradient, estimated without the noise in it; and its
+    standard error."""
 
     squared: float
     squared_error: float
@@ -132,12 +143,14 @@ class Bias(NamedTuple):
 def bias_of(stretches: Tensor, exact: Tensor, *, gap: int = 0) -> Bias:
     """Bias from independent means of a gradient.
 
-    The expected product of the deviations of two independent means is the squared bias, without a noise term; the
-    standard error is the jackknife's.
+    The expected product of the deviations of two independent means is the squared bias, without a
+    noise term; the standard error is the jackknife's.
 
     Args:
-        stretches, exact: (S, N, D) mean gradients of S stretches of a run, or of S runs, and the exact one (N, D).
-        gap: distance up to which stretches are dependent: 0 for separate runs, 1 for neighbours in one run.
+        stretches, exact: (S, N, D) mean gradients of S stretches of a run, or of S runs, and the
+            exact one (N, D).
+        gap: distance up to which stretches are dependent: 0 for separate runs, 1 for neighbours in
+            one run.
     """
     deviations = (stretches - exact).flatten(1)
     products = (deviations @ deviations.T).double() / float(exact.double().square().sum())

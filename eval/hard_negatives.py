@@ -2,9 +2,10 @@
 
     python eval/hard_negatives.py PATH --epochs 20 --seeds 3
 
-PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) to vectors of 64, as
-in eval/small_batch.py. They are trained with InfoNCE, mine negatives for their own training queries (as `dualenc mine`
-does), and are then trained as long again: on the pairs alone, or with what was mined.
+PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) to
+vectors of 64, as in eval/small_batch.py. They are trained with InfoNCE, mine negatives for their
+own training queries (as `dualenc mine` does), and are then trained as long again: on the pairs
+alone, or with what was mined.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from comparison_tasks import Retrieval, beir_parts, on_features
 from dualenc.data import PairDataset
 from dualenc.data.corpus import corpora
 from dualenc.encoders import DualEncoder
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import InfoNCE
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.search.mining import Rule, mine_negatives
 from dualenc.training import Trainer
 
-# The limit of a negative's score as a share of its positive's, by name (None: nothing is mined; 0: no limit).
+# The limit of a negative's score as a share of its positive's, by name (None: nothing is mined; 0:
+# no limit).
 VARIANTS: dict[str, float | None] = {
     "pairs alone": None,
     "mined, no limit": 0.0,
@@ -38,7 +40,9 @@ VARIANTS: dict[str, float | None] = {
 def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
     """The same pairs, each with what was mined for its query; without, where nothing was."""
     rows = [json.loads(line) for line in mined.read_text(encoding="utf-8").splitlines()]
-    negatives = {int(row["query_id"]): [int(document) for document in row["neg_id"]] for row in rows}
+    negatives = {
+        int(row["query_id"]): [int(document) for document in row["neg_id"]] for row in rows
+    }
     return PairDataset(
         pairs.left_items,
         pairs.right_items,
@@ -53,7 +57,13 @@ def with_negatives(pairs: PairDataset, mined: Path) -> PairDataset:
 def train(model: DualEncoder, pairs: PairDataset, seed: int, epochs: int, folder: Path) -> None:
     """One training."""
     trainer = Trainer(
-        output=folder, seed=seed, batch_size=32, epochs=epochs, learning_rate=1e-3, save_every=None, progress=False
+        output=folder,
+        seed=seed,
+        batch_size=32,
+        epochs=epochs,
+        learning_rate=1e-3,
+        save_every=None,
+        progress=False,
     )
     trainer.fit(model, pairs, InfoNCE(temperature=0.05))
 
@@ -85,14 +95,25 @@ def main(path: Path, epochs: int = 20, seeds: int = 3, num_negatives: int = 4) -
                 pairs = task.pairs
                 if limit is not None:
                     rule = Rule(num_negatives=num_negatives, relative=limit or None)
-                    mine_negatives(queries, documents, pairs, work / f"{number}.jsonl", rule=rule, progress=False)
+                    mine_negatives(
+                        queries,
+                        documents,
+                        pairs,
+                        work / f"{number}.jsonl",
+                        rule=rule,
+                        progress=False,
+                    )
                     pairs = with_negatives(pairs, work / f"{number}.jsonl")
                 model = copy.deepcopy(first)
                 train(model, pairs, seed, epochs, work / str(number))
                 found[name].append(task.test(model)["ndcg@10"])
                 print(f"seed {seed}, {name}: nDCG@10 {found[name][-1]:.4f}", flush=True)
     rows = [
-        {"trained on": name, "ndcg@10": statistics.mean(own), "deviation": statistics.stdev(own) if seeds > 1 else None}
+        {
+            "trained on": name,
+            "ndcg@10": statistics.mean(own),
+            "deviation": statistics.stdev(own) if seeds > 1 else None,
+        }
         for name, own in found.items()
     ]
     print_table(Table("A second training", rows))

@@ -1,10 +1,11 @@
-"""The trainer of sentence-transformers with its own loss and with objectives of this package: same loop, same data.
+"""The trainer of sentence-transformers with its own loss and with objectives of this package: same
+loop, same data.
 
     python eval/integrations_text.py PATH_TO_PAPERS --pairs 4000 --epochs 4 --seeds 3
 
-A transformer from scratch learns to find abstracts by their titles. Every row is `SentenceTransformerTrainer` with the
-same arguments, order of batches and start; only the loss differs. Quality is nDCG@10 on the test titles, over the
-abstracts of test and training.
+A transformer from scratch learns to find abstracts by their titles. Every row is
+`SentenceTransformerTrainer` with the same arguments, order of batches and start; only the loss
+differs. Quality is nDCG@10 on the test titles, over the abstracts of test and training.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from sentence_transformers import SentenceTransformer, SentenceTransformerTraini
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
-from dualenc.data.beir import read_beir
+from dualenc.data.readers.beir import read_beir
 from dualenc.encoders import TextEncoder, train_tokenizer
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.integrations.sentence_transformers import GlobalLoss, GlobalLossTrainer, with_ids
 from dualenc.objectives import GlobalCache, InfoNCE, SogCLR
 
@@ -48,7 +49,9 @@ def read_pairs(folder: Path, split: str, limit: int | None) -> tuple[list[str], 
     return titles, [str(collection.corpus[row_of[name]]) for name in documents]
 
 
-def build_loss(name: str, model: SentenceTransformer, texts: Any, temperature: float) -> torch.nn.Module:
+def build_loss(
+    name: str, model: SentenceTransformer, texts: Any, temperature: float
+) -> torch.nn.Module:
     if name == "MultipleNegativesRankingLoss":
         directions = ("query_to_doc", "doc_to_query")
         return MultipleNegativesRankingLoss(
@@ -62,7 +65,9 @@ def build_loss(name: str, model: SentenceTransformer, texts: Any, temperature: f
     return GlobalLoss(model, SogCLR(**sizes, positive_in_softmax=True), texts)
 
 
-def train(name: str, start: Path, pairs: Dataset, evaluator: Any, seed: int, settings: argparse.Namespace) -> Any:
+def train(
+    name: str, start: Path, pairs: Dataset, evaluator: Any, seed: int, settings: argparse.Namespace
+) -> Any:
     """One run: nDCG@10 and seconds of training."""
     dataset, texts = with_ids(pairs)
     torch.manual_seed(seed)
@@ -94,7 +99,9 @@ def train(name: str, start: Path, pairs: Dataset, evaluator: Any, seed: int, set
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("papers", type=Path)
     parser.add_argument("--pairs", type=int, default=4000)
     parser.add_argument("--epochs", type=int, default=4)
@@ -110,7 +117,9 @@ def main() -> None:
     documents = {str(row): text for row, text in enumerate(test_abstracts + abstracts)}
     queries = {f"q{row}": text for row, text in enumerate(test_titles)}
     relevant = {f"q{row}": {str(row)} for row in range(len(test_titles))}
-    evaluator = InformationRetrievalEvaluator(queries, documents, relevant, batch_size=128, show_progress_bar=False)
+    evaluator = InformationRetrievalEvaluator(
+        queries, documents, relevant, batch_size=128, show_progress_bar=False
+    )
     tokenizer = train_tokenizer([*titles, *abstracts], vocab_size=8192)
     pairs = Dataset.from_dict({"anchor": titles, "positive": abstracts})
 
@@ -127,7 +136,9 @@ def main() -> None:
             scores, seconds = zip(*runs)
             spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
             quality = f"{statistics.mean(scores):.3f} ± {spread:.3f}"
-            rows.append({"loss": name, "nDCG@10": quality, "seconds": round(statistics.mean(seconds))})
+            rows.append(
+                {"loss": name, "nDCG@10": quality, "seconds": round(statistics.mean(seconds))}
+            )
     print_table(Table("SentenceTransformerTrainer", rows))
 
 

@@ -3,10 +3,11 @@
     python eval/integrations_vision.py open_clip FLICKR
     python eval/integrations_vision.py lightly CIFAR10
 
-FLICKR and CIFAR10 are folders with train.parquet and test.parquet. open_clip's `train_one_epoch` trains a small CLIP
-from scratch on images of 32 pixels, and its `evaluate` gives the recall among 1,000 test pairs. With lightly, a small
-convolutional network of a `LightningModule` is trained as in SimCLR; a nearest-neighbour classifier reads its features.
-τ is the same for all; only ClipLoss learns it from there, as open_clip does.
+FLICKR and CIFAR10 are folders with train.parquet and test.parquet. open_clip's `train_one_epoch`
+trains a small CLIP from scratch on images of 32 pixels, and its `evaluate` gives the recall among
+1,000 test pairs. With lightly, a small convolutional network of a `LightningModule` is trained as
+in SimCLR; a nearest-neighbour classifier reads its features. τ is the same for all; only ClipLoss
+learns it from there, as open_clip does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision import transforms
 
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import ISIR, GlobalCache, InfoNCE, Objective, SogCLR
 
 OURS: dict[str, Callable[..., Objective]] = {
@@ -61,13 +62,18 @@ def main(
     """
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    train, theirs = (train_open_clip, "ClipLoss") if library == "open_clip" else (train_lightly, "NTXentLoss")
+    train, theirs = (
+        (train_open_clip, "ClipLoss") if library == "open_clip" else (train_lightly, "NTXentLoss")
+    )
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as work:
         data = (write_pairs if library == "open_clip" else read_images)(folder, Path(work), images)
         for name in [theirs, *OURS]:
             begun = time.perf_counter()
-            runs = [train(data, OURS.get(name), epochs, batch_size, temperature, seed) for seed in range(seeds)]
+            runs = [
+                train(data, OURS.get(name), epochs, batch_size, temperature, seed)
+                for seed in range(seeds)
+            ]
             row: dict[str, object] = {"loss": f"{name} ({'theirs' if name == theirs else 'ours'})"}
             for metric in runs[0]:
                 values = [run[metric] for run in runs]
@@ -75,12 +81,21 @@ def main(
                 row[metric] = f"{statistics.mean(values):.3f} ± {spread:.3f}"
             rows.append({**row, "seconds per run": round((time.perf_counter() - begun) / seeds)})
             print(rows[-1], flush=True)
-    print_table(Table(f"{library}: {images} images, {epochs} epochs, B = {batch_size}, τ = {temperature}", rows))
+    print_table(
+        Table(
+            f"{library}: {images} images, {epochs} epochs, B = {batch_size}, τ = {temperature}",
+            rows,
+        )
+    )
 
 
 def small(image: dict[str, bytes]) -> Image.Image:
     """A column's image with 32 pixels a side."""
-    return Image.open(io.BytesIO(image["bytes"])).convert("RGB").resize((32, 32), Image.Resampling.BICUBIC)
+    return (
+        Image.open(io.BytesIO(image["bytes"]))
+        .convert("RGB")
+        .resize((32, 32), Image.Resampling.BICUBIC)
+    )
 
 
 def write_pairs(folder: Path, work: Path, images: int) -> dict[str, Path]:
@@ -88,7 +103,9 @@ def write_pairs(folder: Path, work: Path, images: int) -> dict[str, Path]:
     paths = {}
     for split, count in (("train", images), ("test", 1000)):
         lines = ["filepath\ttitle"]
-        for number, row in enumerate(pq.read_table(folder / f"{split}.parquet").slice(0, count).to_pylist()):
+        for number, row in enumerate(
+            pq.read_table(folder / f"{split}.parquet").slice(0, count).to_pylist()
+        ):
             path = work / f"{split}{number}.png"
             small(row["image"]).save(path)
             lines.append(f"{path}\t{row['captions'][number % len(row['captions'])]}")
@@ -102,15 +119,21 @@ class LoaderWithIds:
 
     def __init__(self, loader: Any) -> None:
         data = loader.dataset
-        sides = [np.unique(side, return_index=True, return_inverse=True) for side in (data.images, data.captions)]
+        sides = [
+            np.unique(side, return_index=True, return_inverse=True)
+            for side in (data.images, data.captions)
+        ]
         self.sizes = {"num_left": len(sides[0][0]), "num_right": len(sides[1][0])}
         self.items = {
-            side: [data[row][column] for row in sides[column][1]] for column, side in enumerate(("left", "right"))
+            side: [data[row][column] for row in sides[column][1]]
+            for column, side in enumerate(("left", "right"))
         }
         self.num_batches = loader.num_batches
         self.num_samples = loader.num_samples
         pairs = torch.utils.data.StackDataset(data, *(side[2] for side in sides))
-        self.loader = torch.utils.data.DataLoader(pairs, loader.batch_size, sampler=loader.sampler, drop_last=True)
+        self.loader = torch.utils.data.DataLoader(
+            pairs, loader.batch_size, sampler=loader.sampler, drop_last=True
+        )
 
     def __iter__(self) -> Any:
         for (images, texts), *ids in self.loader:
@@ -142,10 +165,14 @@ def train_open_clip(
         val_frequency=1, log_every_n_steps=10**9, save_logs=False, wandb=False,
     )  # fmt: skip
     prepare = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.25)])
-    loaded = get_data(args, (prepare, prepare), tokenizer=open_clip.SimpleTokenizer(context_length=24))
+    loaded = get_data(
+        args, (prepare, prepare), tokenizer=open_clip.SimpleTokenizer(context_length=24)
+    )
     small_weights = [p for p in model.parameters() if p.ndim < 2]
     weights = [p for p in model.parameters() if p.ndim >= 2]
-    optimizer = torch.optim.AdamW([{"params": small_weights, "weight_decay": 0.0}, {"params": weights}], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": small_weights, "weight_decay": 0.0}, {"params": weights}], lr=1e-3
+    )
     steps = epochs * loaded["train"].dataloader.num_batches
     scheduler = cosine_lr(optimizer, 1e-3, steps // 10, steps)
     loss: Any = open_clip.ClipLoss()
@@ -160,24 +187,37 @@ def train_open_clip(
             tower = model.encode_image if side == "left" else model.encode_text
             return nn.functional.normalize(tower(inputs), dim=-1)
 
-        def loss(image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool) -> Any:
-            return {"contrastive_loss": objective(image_features, text_features, *loader.ids, encode).loss}
+        def loss(
+            image_features: Tensor, text_features: Tensor, logit_scale: Tensor, output_dict: bool
+        ) -> Any:
+            return {
+                "contrastive_loss": objective(
+                    image_features, text_features, *loader.ids, encode
+                ).loss
+            }
 
     torch.manual_seed(seed)
     for epoch in range(epochs):
         train_one_epoch(model, loaded, loss, epoch, optimizer, None, scheduler, None, args)
     found = evaluate(model, loaded, epochs, args)
-    return {f"{way} R@10": float(found[f"{way}_R@10"]) for way in ("image_to_text", "text_to_image")}
+    return {
+        f"{way} R@10": float(found[f"{way}_R@10"]) for way in ("image_to_text", "text_to_image")
+    }
 
 
-def read_images(folder: Path, work: Path, images: int) -> dict[str, tuple[list[Image.Image], Tensor]]:
+def read_images(
+    folder: Path, work: Path, images: int
+) -> dict[str, tuple[list[Image.Image], Tensor]]:
     """Images and labels of a random part of each split."""
     data = {}
     for split, count in (("train", images), ("test", 2000)):
         table = pq.read_table(folder / f"{split}.parquet")
         chosen = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[:count]
         rows = table.take(chosen.numpy()).to_pylist()
-        data[split] = ([small(row["image"]) for row in rows], torch.tensor([row["label"] for row in rows]))
+        data[split] = (
+            [small(row["image"]) for row in rows],
+            torch.tensor([row["label"] for row in rows]),
+        )
     return data
 
 
@@ -218,7 +258,9 @@ def train_lightly(
             transforms.ColorJitter(0.4, 0.4),
         ]
     )
-    dataset = LightlyDataset.from_torch_dataset(Images(*data["train"]), transform=MultiViewTransform([view, view]))
+    dataset = LightlyDataset.from_torch_dataset(
+        Images(*data["train"]), transform=MultiViewTransform([view, view])
+    )
 
     class Module(pytorch_lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -230,7 +272,9 @@ def train_lightly(
             self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
             self.criterion: Any = NTXentLoss(temperature=temperature)
             if ours is not None:
-                self.criterion = ours(num_left=len(dataset), views=True, temperature=temperature, seed=seed)
+                self.criterion = ours(
+                    num_left=len(dataset), views=True, temperature=temperature, seed=seed
+                )
                 self.number = {name: number for number, name in enumerate(dataset.get_filenames())}
 
         def forward(self, images: Tensor) -> Tensor:
@@ -258,7 +302,9 @@ def train_lightly(
     trainer = pytorch_lightning.Trainer(
         max_epochs=epochs, accelerator="cpu", devices=1, enable_checkpointing=False, **settings
     )
-    loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, shuffle=True, drop_last=True)
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=batch_size, shuffle=True, drop_last=True
+    )
     torch.manual_seed(seed)
     trainer.fit(module.train(), loader)
     features = {split: embed(module.backbone, images) for split, (images, _) in data.items()}

@@ -1,10 +1,10 @@
-"""Prefixes of embeddings: nDCG@10 of the first components, with an objective of the whole vectors and one of several
-lengths (Kusupati et al. 2022, arXiv 2205.13147), at the same number of steps.
+"""Prefixes of embeddings: nDCG@10 of the first components, with an objective of the whole vectors
+and one of several lengths (Kusupati et al. 2022, arXiv 2205.13147), at the same number of steps.
 
     python eval/matryoshka.py PATH --epochs 10
 
-PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers) are trained on its
-training pairs, as in eval/small_batch.py, to vectors of 256 numbers.
+PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers)
+are trained on its training pairs, as in eval/small_batch.py, to vectors of 256 numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from comparison_tasks import Retrieval, beir_parts, on_features
 from dualenc.encoders import VectorEncoder
 from dualenc.evaluation.metrics import score_queries
 from dualenc.evaluation.probe import unit_rows
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.objectives import GlobalCache, Matryoshka, Objective
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.training import Trainer
 
 DIMS = [16, 32, 64, 128, 256]
@@ -38,13 +38,23 @@ def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[in
     )
     found = {}
     for dim in dims:
-        left, right = (unit_rows(np.asarray(side.vectors)[:, :dim]) for side in (queries, documents))
+        left, right = (
+            unit_rows(np.asarray(side.vectors)[:, :dim]) for side in (queries, documents)
+        )
         run = retrieve(queries.ids, left, documents.ids, right, depth=10, qrels=collection.qrels)
-        found[dim] = statistics.mean(scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values())
+        found[dim] = statistics.mean(
+            scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values()
+        )
     return found
 
 
-def main(path: Path, epochs: int = 10, batch_size: int = 128, dims: list[int] | None = None, seeds: int = 3) -> None:
+def main(
+    path: Path,
+    epochs: int = 10,
+    batch_size: int = 128,
+    dims: list[int] | None = None,
+    seeds: int = 3,
+) -> None:
     """Train with and without lengths, and print a table.
 
     Args:
@@ -69,8 +79,14 @@ def main(path: Path, epochs: int = 10, batch_size: int = 128, dims: list[int] | 
             if lengths:
                 objective = Matryoshka(objective, lengths)
             with tempfile.TemporaryDirectory() as folder:
-                settings = {"batch_size": batch_size, "epochs": epochs, "learning_rate": task.learning_rate}
-                trainer = Trainer(output=folder, seed=seed, save_every=None, progress=False, **settings)
+                settings = {
+                    "batch_size": batch_size,
+                    "epochs": epochs,
+                    "learning_rate": task.learning_rate,
+                }
+                trainer = Trainer(
+                    output=folder, seed=seed, save_every=None, progress=False, **settings
+                )
                 trainer.fit(model, task.pairs, objective)
             found.append(qualities(model, task.test, dims))
         means = {f"{dim}": statistics.mean(one[dim] for one in found) for dim in dims}

@@ -1,16 +1,18 @@
-"""What mapped vectors find of what embedding again does, over all documents: `dualenc migrate`, measured in full.
+"""What mapped vectors find of what embedding again does, over all documents: `dualenc migrate`,
+measured in full.
 
     python eval/migrating.py measure OLD_MODEL NEW_MODEL FOLDER WORK
     python eval/migrating.py project MODEL OUT --dim 256
 
-FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings for the next run.
-All documents are embedded with both models; the maps are learned, as the command learns them, from a sample of 2 %, at
-least 2,000, drawn without regard to judgements; a document of it is mapped by a map that was learned without it.
-Shares of new vectors are the documents that the old model finds most often for queries of other splits or, where there
-are none, for the sample. "share" is that of the new model's nDCG@10.
+FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings
+for the next run. All documents are embedded with both models; the maps are learned, as the command
+learns them, from a sample of 2 %, at least 2,000, drawn without regard to judgements; a document of
+it is mapped by a map that was learned without it. Shares of new vectors are the documents that the
+old model finds most often for queries of other splits or, where there are none, for the sample.
+"share" is that of the new model's nDCG@10.
 
-`project` makes the beginning of another model of a sentence-transformers folder: its vectors times a random matrix, to
-be fine-tuned.
+`project` makes the beginning of another model of a sentence-transformers folder: its vectors times
+a random matrix, to be fine-tuned.
 """
 
 from __future__ import annotations
@@ -23,18 +25,21 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize
 
 from dualenc.data import open_corpus
-from dualenc.data.beir import read_beir
+from dualenc.data.readers.beir import read_beir
 from dualenc.encoders import load_model
-from dualenc.evaluation import migration as measures
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation import migration_measures as measures
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.search import Index
-from dualenc.search.embed import embed
-from dualenc.search.maps import fit, folds, out_of_fold
-from dualenc.search.migrate import order_by_hits, sample_rows
+from dualenc.search.embed.encode import embed
+from dualenc.search.migration.maps import fit, folds, out_of_fold
+from dualenc.search.migration.stages import order_by_hits, sample_rows
 
 
-def mapped_by_sample(x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray) -> np.ndarray:
-    """x (N, D) in the space of y, by a map of the sample's pairs, rows (n,); those by maps of the other folds."""
+def mapped_by_sample(
+    x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray
+) -> np.ndarray:
+    """x (N, D) in the space of y, by a map of the sample's pairs, rows (n,); those by maps of the
+    other folds."""
     mapped = fit(x[rows], y[rows])(x)
     mapped[rows] = out_of_fold(x[rows], y[rows], fold)
     return mapped
@@ -72,9 +77,14 @@ def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int 
     tests = [np.flatnonzero(np.array(queries.ids) == name)[0] for name in collection.queries.ids]
     own = {name: vectors[name, "queries"][tests] for name in ("old", "new")}
     sample = measures.Sample(old, new, mapped_by_sample(old, new, rows, fold), places, len(old))
-    systems = measures.compared(sample, own["old"], fit(new[rows], old[rows])(own["new"]), own["new"])
-    scores = measures.judged_scores(systems, collection.queries.ids, collection.corpus.ids, collection.qrels)
-    # Among neighbours, the truth is what the new model finds for the same queries; none of them is a document.
+    systems = measures.compared(
+        sample, own["old"], fit(new[rows], old[rows])(own["new"]), own["new"]
+    )
+    scores = measures.judged_scores(
+        systems, collection.queries.ids, collection.corpus.ids, collection.qrels
+    )
+    # Among neighbours, the truth is what the new model finds for the same queries; none of them is
+    # a document.
     nobody = np.full(len(own["new"]), -1)
     neighbours = measures.neighbour_scores(systems, nobody)
     cells = measures.table_rows(measures.summarize(scores))
@@ -97,7 +107,9 @@ def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
     torch.manual_seed(seed)
     original = SentenceTransformer(model, device="cpu")
     transformer, pooling = list(original)[:2]
-    dense = Dense(transformer.auto_model.config.hidden_size, dim, activation_function=torch.nn.Identity())
+    dense = Dense(
+        transformer.auto_model.config.hidden_size, dim, activation_function=torch.nn.Identity()
+    )
     modules = [transformer, pooling, dense, Normalize()]
     SentenceTransformer(modules=modules, prompts=original.prompts, device="cpu").save(str(out))
 

@@ -4,8 +4,8 @@
 
 Prints what the paper states and what is found here, and saves four figures:
 optima.png (Fig. 4a–d), convergence.png (Fig. 4e), toy.png (Fig. 2b), histogram.png (Fig. 3).
-Embeddings are optimised directly, as in the paper: gradient steps, each followed by scaling to unit norm; τ = 1.
-Takes a minute on one core; --only runs one part.
+Embeddings are optimised directly, as in the paper: gradient steps, each followed by scaling to unit
+norm; τ = 1. Takes a minute on one core; --only runs one part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Part = tuple[Any, list[Row]]  # a matplotlib figure and the statements that it s
 
 
 def contrastive_losses(left: Tensor, right: Tensor, batches: Tensor) -> Tensor:
-    """(num_batches,): Eq. 2 at τ = 1 for each batch (num_batches, B) of rows of the embeddings (N, D)."""
+    """(num_batches,): Eq. 2 at τ = 1 for each batch (num_batches, B) of rows of the embeddings (N,
+    D)."""
     logits = left[batches] @ right[batches].mT
     targets = torch.arange(batches.shape[1]).expand(len(batches), -1)
     directions = [cross_entropy(side, targets, reduction="none") for side in (logits.mT, logits)]
@@ -59,7 +60,9 @@ def descend(left: Tensor, right: Tensor, batches: Tensor, rate: float) -> tuple[
     left, right = left.requires_grad_(), right.requires_grad_()
     loss = contrastive_losses(left, right, batches).mean()
     left_grad, right_grad = torch.autograd.grad(loss, (left, right))
-    return normalize((left - rate * left_grad).detach()), normalize((right - rate * right_grad).detach())
+    return normalize((left - rate * left_grad).detach()), normalize(
+        (right - rate * right_grad).detach()
+    )
 
 
 def pairings(items: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
@@ -74,7 +77,8 @@ def pairings(items: tuple[int, ...]) -> Iterator[list[tuple[int, int]]]:
 
 @lru_cache
 def optimal_grams(dim: int) -> Tensor:
-    """(optima, N, N) products u_i·v_j: the simplex ETF if N ≤ d + 1; if N = 2d, a cross-polytope for each pairing."""
+    """(optima, N, N) products u_i·v_j: the simplex ETF if N ≤ d + 1; if N = 2d, a cross-polytope
+    for each pairing."""
     if dim + 1 >= N:
         return (torch.eye(N).double() * N - 1)[None] / (N - 1)
     grams = []
@@ -91,7 +95,8 @@ def distance_to_optimum(left: Tensor, right: Tensor) -> float:
     return float((optimal_grams(left.shape[1]) - left @ right.T).flatten(1).norm(dim=1).min())
 
 
-# ---- Fig. 4 (a)–(d): which sets of batches have the full batch's optimum -------------------------------------------
+# ---- Fig. 4 (a)–(d): which sets of batches have the full batch's optimum
+# -------------------------------------------
 
 PROBLEMS: dict[str, list[tuple[int, ...]]] = {
     "full batch": [tuple(range(N))],
@@ -102,7 +107,8 @@ PROBLEMS: dict[str, list[tuple[int, ...]]] = {
 
 
 def optima(steps: int = 1000, rate: float = 5.0, seed: int = 0) -> Part:
-    """Minimise the loss of four sets of batches from one random start, by steps ten times the paper's."""
+    """Minimise the loss of four sets of batches from one random start, by steps ten times the
+    paper's."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 5, figsize=(15, 6), layout="constrained")
@@ -123,7 +129,9 @@ def optima(steps: int = 1000, rate: float = 5.0, seed: int = 0) -> Part:
     return figure, rows
 
 
-def minimise(dim: int, batches: list[tuple[int, ...]], steps: int, rate: float, seed: int) -> tuple[Tensor, Tensor]:
+def minimise(
+    dim: int, batches: list[tuple[int, ...]], steps: int, rate: float, seed: int
+) -> tuple[Tensor, Tensor]:
     """Gradient descent on the mean loss of fixed batches."""
     left, right = random_embeddings(dim, seed)
     for _ in range(steps):
@@ -131,17 +139,23 @@ def minimise(dim: int, batches: list[tuple[int, ...]], steps: int, rate: float, 
     return left, right
 
 
-# ---- Fig. 4 (e): how fast three ways to choose batches get there ----------------------------------------------------
+# ---- Fig. 4 (e): how fast three ways to choose batches get there
+# ----------------------------------------------------
 
 
 class HardestBatch(BatchSelector):
-    """OSGD with k = C(N, B) and q = 1 (Algorithm 5): of all batches the one with the largest loss."""
+    """OSGD with k = C(N, B) and q = 1 (Algorithm 5): of all batches the one with the largest
+    loss."""
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
+    def select(
+        self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None
+    ) -> np.ndarray:
         assert left is not None
         assert right is not None
         every = np.array(EVERY_BATCH)
-        losses = batch_losses(left.astype(np.float32), right.astype(np.float32), every, temperature=1.0)
+        losses = batch_losses(
+            left.astype(np.float32), right.astype(np.float32), every, temperature=1.0
+        )
         return every[[losses.argmax()]]
 
 
@@ -178,15 +192,28 @@ def convergence(updates: int = 500, seeds: int = 3) -> Part:
             curve = np.mean(runs, axis=0)
             axis.plot(curve, label=name)
             ends[name] = curve[-updates // 10 :].mean()
-        axis.set(title=f"N = {N}, B = {B}, d = {dim}", xlabel="updates", ylabel="distance to the optimum", yscale="log")
+        axis.set(
+            title=f"N = {N}, B = {B}, d = {dim}",
+            xlabel="updates",
+            ylabel="distance to the optimum",
+            yscale="log",
+        )
         axis.legend()
         for name in ("OSGD", "SC"):
             what = f"d = {dim}, distance after {updates} updates, {name}"
-            rows.append(Row(what, "below SGD", f"{ends[name]:.3f} (SGD {ends['SGD']:.3f})", ends[name] < ends["SGD"]))
+            rows.append(
+                Row(
+                    what,
+                    "below SGD",
+                    f"{ends[name]:.3f} (SGD {ends['SGD']:.3f})",
+                    ends[name] < ends["SGD"],
+                )
+            )
     return figure, rows
 
 
-# ---- Fig. 2: the toy example of §5.1 --------------------------------------------------------------------------------
+# ---- Fig. 2: the toy example of §5.1
+# --------------------------------------------------------------------------------
 
 TOY_BATCHES = torch.tensor(list(itertools.combinations(range(4), 2)))
 
@@ -197,15 +224,20 @@ def toy_embeddings(angles: Tensor) -> Tensor:
     return signs * torch.stack([angles.cos(), angles.sin()], dim=1)
 
 
-def toy_curve(choose: Callable[[Tensor], Tensor], steps: int, rate: float, start: float) -> np.ndarray:
-    """(steps,) full-batch loss when each step takes the batches that `choose` picks, given the loss of all six."""
+def toy_curve(
+    choose: Callable[[Tensor], Tensor], steps: int, rate: float, start: float
+) -> np.ndarray:
+    """(steps,) full-batch loss when each step takes the batches that `choose` picks, given the loss
+    of all six."""
     angles = torch.full((4,), start, dtype=torch.float64)
     curve = []
     for _ in range(steps):
         points = toy_embeddings(angles.requires_grad_())
         losses = contrastive_losses(points, points, TOY_BATCHES)
         (gradient,) = torch.autograd.grad(losses[choose(losses.detach())].mean(), angles)
-        curve.append(float(contrastive_losses(points.detach(), points.detach(), torch.arange(4)[None])))
+        curve.append(
+            float(contrastive_losses(points.detach(), points.detach(), torch.arange(4)[None]))
+        )
         angles = (angles - rate * gradient).detach()
     return np.array(curve)
 
@@ -219,7 +251,10 @@ def toy(steps: int = 1200, rate: float = 0.03, start: float = 0.05, seeds: int =
         "OSGD": toy_curve(lambda losses: losses.argmax()[None], steps, rate, start),
         "all batches": toy_curve(lambda _: torch.arange(6), steps, rate, start),
     }
-    sgd = [toy_curve(lambda _: torch.randint(6, (1,), generator=draw), steps, rate, start) for _ in range(seeds)]
+    sgd = [
+        toy_curve(lambda _: torch.randint(6, (1,), generator=draw), steps, rate, start)
+        for _ in range(seeds)
+    ]
     curves["SGD"] = np.mean(sgd, axis=0)
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, curve in curves.items():
@@ -229,29 +264,44 @@ def toy(steps: int = 1200, rate: float = 0.03, start: float = 0.05, seeds: int =
     axis.legend()
     lowest = {name: curve.min() for name, curve in curves.items()}
     rows = [
-        Row(f"toy example, loss reached by {name}", "1.253", f"{loss:.4f}", abs(loss - 1.253) < 0.005)
+        Row(
+            f"toy example, loss reached by {name}",
+            "1.253",
+            f"{loss:.4f}",
+            abs(loss - 1.253) < 0.005,
+        )
         for name, loss in lowest.items()
     ]
-    arrival = {name: int(np.argmax(np.append(curve < 1.253 * 1.01, True))) for name, curve in curves.items()}
+    arrival = {
+        name: int(np.argmax(np.append(curve < 1.253 * 1.01, True)))
+        for name, curve in curves.items()
+    }
     found = ", ".join(f"{name} {step}" for name, step in arrival.items())
-    rows.append(Row("updates to within 1%", "OSGD before SGD", found, arrival["OSGD"] < arrival["SGD"]))
+    rows.append(
+        Row("updates to within 1%", "OSGD before SGD", found, arrival["OSGD"] < arrival["SGD"])
+    )
     return figure, rows
 
 
-# ---- Fig. 3: losses of chosen batches --------------------------------------------------------------------------------
+# ---- Fig. 3: losses of chosen batches
+# --------------------------------------------------------------------------------
 
 
 def clustered_embeddings(num_pairs: int, dim: int = 128, seed: int = 0) -> np.ndarray:
-    """(2, N, D) unit vectors around 100 directions, right near left: a stand-in for a trained encoder's."""
+    """(2, N, D) unit vectors around 100 directions, right near left: a stand-in for a trained
+    encoder's."""
     draw = torch.Generator().manual_seed(seed)
     centers = normalize(torch.randn(100, dim, generator=draw))
     points = centers[torch.randint(100, (num_pairs,), generator=draw)]
     points = normalize(points + torch.randn(num_pairs, dim, generator=draw) / dim**0.5)
-    return normalize(points + 0.5 * torch.randn(2, num_pairs, dim, generator=draw) / dim**0.5, dim=2).numpy()
+    return normalize(
+        points + 0.5 * torch.randn(2, num_pairs, dim, generator=draw) / dim**0.5, dim=2
+    ).numpy()
 
 
 def histogram(num_pairs: int = 8000, batch_size: int = 20) -> Part:
-    """Histogram of batch losses at τ = 1: random batches, Algorithm 1 in groups of 40, bisection."""
+    """Histogram of batch losses at τ = 1: random batches, Algorithm 1 in groups of 40,
+    bisection."""
     from matplotlib import pyplot as plt
 
     left, right = clustered_embeddings(num_pairs)
@@ -263,10 +313,16 @@ def histogram(num_pairs: int = 8000, batch_size: int = 20) -> Part:
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     means = {}
     for name, selector in chosen.items():
-        losses = 2 * batch_losses(left, right, selector.select(0, left, right), 1.0)  # Eq. 2 sums the directions
+        losses = 2 * batch_losses(
+            left, right, selector.select(0, left, right), 1.0
+        )  # Eq. 2 sums the directions
         axis.hist(losses, bins=40, alpha=0.6, label=name)
         means[name] = losses.mean()
-    axis.set(xlabel="contrastive loss of a batch (τ = 1)", ylabel="batches", title=f"N = {num_pairs}, B = {batch_size}")
+    axis.set(
+        xlabel="contrastive loss of a batch (τ = 1)",
+        ylabel="batches",
+        title=f"N = {num_pairs}, B = {batch_size}",
+    )
     axis.legend()
     found = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
     return figure, [Row("mean batch loss", "SC above random", found, means["SC"] > means["random"])]
@@ -300,7 +356,10 @@ def main(
         figure, rows = PARTS[name]()
         figure.savefig(output / f"{name}.png", dpi=150)
         for row in rows:
-            print(f"{row.what:45} {row.expected:30} {row.found:50} {'yes' if row.holds else 'NO'}", flush=True)
+            print(
+                f"{row.what:45} {row.expected:30} {row.found:50} {'yes' if row.holds else 'NO'}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

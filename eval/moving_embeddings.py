@@ -1,16 +1,18 @@
-"""How far objectives' gradients are from that of the global loss while embeddings move, at several τ and batch sizes.
+"""How far objectives' gradients are from that of the global loss while embeddings move, at several
+τ and batch sizes.
 
     python eval/moving_embeddings.py --drifts [0,0.01,0.05]
 
-Every item of N synthetic pairs turns by ω rad per epoch, in a direction of its own, so that similarities change as much
-as they can; batches are random, and each epoch has every pair once. Runs with seeds of their own follow the same path.
-Two estimators stand beside the package's objectives, which need no encodes besides the batch: "both roles" takes what
-is remembered for what is, and "corrected" takes it to lower the noise of the batch's own softmax.
+Every item of N synthetic pairs turns by ω rad per epoch, in a direction of its own, so that
+similarities change as much as they can; batches are random, and each epoch has every pair once.
+Runs with seeds of their own follow the same path. Two estimators stand beside the package's
+objectives, which need no encodes besides the batch: "both roles" takes what is remembered for what
+is, and "corrected" takes it to lower the noise of the batch's own softmax.
 
-bias: distance of the mean gradient of an epoch, over runs, from the exact one, freed of noise (see estimator_bias.py).
-epoch error: the same distance for one epoch of one run, noise included.
-step error: distance of a step's gradient from what it estimates, relative: the exact gradient of its anchors, or, for
-the two that have both roles, the exact gradient into its items.
+bias: distance of the mean gradient of an epoch, over runs, from the exact one, freed of noise (see
+estimator_bias.py). epoch error: the same distance for one epoch of one run, noise included.
+step error: distance of a step's gradient from what it estimates, relative: the exact gradient of
+its anchors, or, for the two that have both roles, the exact gradient into its items.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from gradient_bias import FrozenPairs, bias_of, epochs
 from torch import Tensor
 from tqdm import tqdm
 
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import DCL, ISIR, ExactGlobal, GlobalCache, NegativeCache, Objective, SogCLR
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -47,7 +49,9 @@ class Drift:
     def __init__(self, num_pairs: int, dimension: int, drift: float) -> None:
         start = synthetic(num_pairs, dimension)
         self.start = torch.stack([start.left.detach(), start.right.detach()]).double()
-        across = torch.randn(self.start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        across = torch.randn(
+            self.start.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        )
         across -= (across * self.start).sum(dim=2, keepdim=True) * self.start
         self.across, self.drift = torch.nn.functional.normalize(across, dim=2), drift
 
@@ -59,18 +63,23 @@ class Drift:
 
 
 def softmax_gradient(left: Tensor, right: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Of the mean log-partition of all anchors, into (n, D) left and (n, D) right; pair i is row i of both."""
+    """Of the mean log-partition of all anchors, into (n, D) left and (n, D) right; pair i is row i
+    of both."""
     logits = (left @ right.T / temperature).fill_diagonal_(-torch.inf)
-    weights = (torch.softmax(logits, dim=1) + torch.softmax(logits, dim=0)) / (2 * temperature * len(left))
+    weights = (torch.softmax(logits, dim=1) + torch.softmax(logits, dim=0)) / (
+        2 * temperature * len(left)
+    )
     return weights @ right, weights.T @ left
 
 
 class BothRoles:
-    """Each item of the batch as anchor of all that is remembered, and as candidate of all remembered anchors.
+    """Each item of the batch as anchor of all that is remembered, and as candidate of all
+    remembered anchors.
 
     Args:
-        corrected: of this only what the batch alone does not know: the softmax within the batch, of which what it is on
-            remembered embeddings is taken away (as SAGA does: Defazio, Bach and Lacoste-Julien 2014, arXiv:1407.0202).
+        corrected: of this only what the batch alone does not know: the softmax within the batch, of
+            which what it is on remembered embeddings is taken away (as SAGA does: Defazio, Bach and
+            Lacoste-Julien 2014, arXiv:1407.0202).
     """
 
     def __init__(self, path: Drift, temperature: float, corrected: bool) -> None:
@@ -84,7 +93,8 @@ class BothRoles:
         if not self.corrected:
             self.left[rows], self.right[rows] = left, right
         parts = [
-            gradient[rows] * len(self.left) / len(rows) for gradient in softmax_gradient(self.left, self.right, tau)
+            gradient[rows] * len(self.left) / len(rows)
+            for gradient in softmax_gradient(self.left, self.right, tau)
         ]
         if self.corrected:
             fresh, old = softmax_gradient(left, right, tau), softmax_gradient(*remembered, tau)
@@ -112,9 +122,13 @@ def measure(
     epoch_gradients, step_errors = [], []
     for run in range(runs):
         if has_both_roles:
-            gradient_of: Callable[[FrozenPairs, Tensor], Tensor] = BothRoles(path, temperature, BOTH_ROLES[name])
+            gradient_of: Callable[[FrozenPairs, Tensor], Tensor] = BothRoles(
+                path, temperature, BOTH_ROLES[name]
+            )
         else:
-            gradient_of = partial(gradient_by, path.at(0).build(OBJECTIVES[name], temperature, seed=run))
+            gradient_of = partial(
+                gradient_by, path.at(0).build(OBJECTIVES[name], temperature, seed=run)
+            )
         mean = torch.zeros_like(exact)
         for epoch, batches in zip(range(warm_up + 1), epochs(num_pairs, batch_size, seed=run)):
             for step, rows in enumerate(batches):
@@ -128,8 +142,14 @@ def measure(
                     exact += share * now.exact(temperature)[0]
                 if step % (1 + len(batches) // 8) == 0:
                     if has_both_roles:
-                        of_others = torch.ones(num_pairs, dtype=torch.bool).index_fill(0, rows, False).repeat(2)
-                        expected = now.exact(temperature)[0].masked_fill(of_others[:, None], 0.0) / share
+                        of_others = (
+                            torch.ones(num_pairs, dtype=torch.bool)
+                            .index_fill(0, rows, False)
+                            .repeat(2)
+                        )
+                        expected = (
+                            now.exact(temperature)[0].masked_fill(of_others[:, None], 0.0) / share
+                        )
                     else:
                         expected = gradient_by(oracle, now, rows)
                     step_errors.append(float((gradient - expected).norm() / expected.norm()))
@@ -166,9 +186,13 @@ def main(
     rows = []
     cells = list(product(drifts, temperatures, batch_sizes, [*OBJECTIVES, *BOTH_ROLES]))
     for drift, temperature, batch_size, name in tqdm(cells):
-        found = measure(Drift(num_pairs, dimension, drift), name, temperature, batch_size, warm_up, runs)
+        found = measure(
+            Drift(num_pairs, dimension, drift), name, temperature, batch_size, warm_up, runs
+        )
         rows.append({"ω": drift, "τ": temperature, "B": batch_size, "objective": name, **found})
-    print_table(Table(f"N = {num_pairs}, D = {dimension}, the epoch after {warm_up}, {runs} runs", rows))
+    print_table(
+        Table(f"N = {num_pairs}, D = {dimension}, the epoch after {warm_up}, {runs} runs", rows)
+    )
 
 
 if __name__ == "__main__":

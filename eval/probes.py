@@ -1,24 +1,29 @@
 """Methods that are tried and not part of the package; rows of `eval/small_batch.py` run them.
 
-`PredictedPartition`: a small network predicts each anchor's log-normaliser from its embedding, in place of a table by
-item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025, arXiv:2511.08417; AmorLIP, Sun et al.
-2025, arXiv:2505.18983). The network minimises E[exp(s/τ − h)] + h, which is least at h = log E[exp(s/τ)].
+`PredictedPartition`: a small network predicts each anchor's log-normaliser from its embedding, in
+place of a table by item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025,
+arXiv:2511.08417; AmorLIP, Sun et al. 2025, arXiv:2505.18983). The network minimises E[exp(s/τ − h)]
++ h, which is least at h = log E[exp(s/τ)].
 
-`SharedRobustTemperature`: the temperature that the robust loss learns, one for all anchors (FastCLIP-v3, Wei et al.
-2024, arXiv:2407.01445).
+`SharedRobustTemperature`: the temperature that the robust loss learns, one for all anchors
+(FastCLIP-v3, Wei et al. 2024, arXiv:2407.01445).
 
-`DualBank`: the last batches of both sides join the batch as anchors and as candidates, which makes up for the negatives
-that gradient accumulation loses (ContAccum, Kim et al. 2024, arXiv:2406.12356).
+`DualBank`: the last batches of both sides join the batch as anchors and as candidates, which makes
+up for the negatives that gradient accumulation loses (ContAccum, Kim et al. 2024,
+arXiv:2406.12356).
 
-`TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al. 2025,
-arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's nearest to the query of the
-other, without the very nearest, which are likely positives; groups along the graph are dealt to batches at random.
+`TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al.
+2025, arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's
+nearest to the query of the other, without the very nearest, which are likely positives; groups
+along the graph are dealt to batches at random.
 
-`OSGDBatches`: of random batches those with the largest loss (ordered SGD, Cho et al. 2023, arXiv:2307.05906).
+`OSGDBatches`: of random batches those with the largest loss (ordered SGD, Cho et al. 2023,
+arXiv:2307.05906).
 
-`GlobalFalseNegatives`: each anchor learns the similarity that only a share α of all its negatives exceeds, and these
-are left out as likely false negatives (GloFND, Balmaseda et al. 2025, arXiv:2502.20612). Mixed into `InfoNCE` and
-`SogCLR`. Where embeddings are remembered, the threshold needs no learning: `FilteredGlobalCache`.
+`GlobalFalseNegatives`: each anchor learns the similarity that only a share α of all its negatives
+exceeds, and these are left out as likely false negatives (GloFND, Balmaseda et al. 2025,
+arXiv:2502.20612). Mixed into `InfoNCE` and `SogCLR`. Where embeddings are remembered, the threshold
+needs no learning: `FilteredGlobalCache`.
 """
 
 from __future__ import annotations
@@ -38,8 +43,8 @@ from dualenc.batching.selector import check_at_least
 from dualenc.errors import DualencError
 from dualenc.objectives import GlobalCache, InfoNCE, ISogCLR, MomentumQueue, Objective, SogCLR
 from dualenc.objectives.anchors import PADDING, Anchors, is_listed
-from dualenc.objectives.items import OutsideEncoder
-from dualenc.objectives.tables import first_occurrence, mean_over_duplicates, write_rows
+from dualenc.objectives.item_tables import first_occurrence, mean_over_duplicates, write_rows
+from dualenc.objectives.outside_items import OutsideEncoder
 
 HIDDEN = 128
 
@@ -54,7 +59,9 @@ class PredictedPartition(SogCLR):
         **common: see `SogCLR`.
     """
 
-    def __init__(self, *, dim: int = 64, rate: float = 1e-3, updates: int = 2, **common: Any) -> None:
+    def __init__(
+        self, *, dim: int = 64, rate: float = 1e-3, updates: int = 2, **common: Any
+    ) -> None:
         super().__init__(**common)
         self.updates = updates
         # One for each direction. In a tuple, and so no part of what the trainer optimises.
@@ -66,7 +73,8 @@ class PredictedPartition(SogCLR):
         self.has_begun = False
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
-        """(X, A) predicted log mean of exp(s/τ) of each anchor, after a step towards this batch's (X, A)."""
+        """(X, A) predicted log mean of exp(s/τ) of each anchor, after a step towards this batch's
+        (X, A)."""
         embeddings = anchors.embeddings.detach().float()
         if self.updates_state and not self.has_begun:
             # From zero the first weights, exp(s/τ), would be enormous.
@@ -96,11 +104,14 @@ class SharedRobustTemperature(ISogCLR):
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
         self.tau_momentum.lerp_(slope[usable].mean().to(self.tau), 1 - self.temperature_momentum)
-        self.tau.sub_(self.temperature_rate * self.tau_momentum).clamp_(self.min_temperature, self.max_temperature)
+        self.tau.sub_(self.temperature_rate * self.tau_momentum).clamp_(
+            self.min_temperature, self.max_temperature
+        )
 
 
 class DualBank(MomentumQueue):
-    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them; for two towers on one rank.
+    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them; for two
+    towers on one rank.
 
     Shapes: P pairs of the batch, Q of the queues, D dimension.
     """
@@ -110,7 +121,8 @@ class DualBank(MomentumQueue):
         self.momentum = None  # the queues hold the encoder's own embeddings
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        # Left anchors have right candidates, and the other way round; both queues hold the same pairs in one order.
+        # Left anchors have right candidates, and the other way round; both queues hold the same
+        # pairs in one order.
         bank_right, bank_right_ids = self.queues[0].held(anchors.candidates)
         bank_left, bank_left_ids = self.queues[1].held(anchors.candidates)
         right, left = anchors.candidates  # (P, D) each
@@ -122,16 +134,21 @@ class DualBank(MomentumQueue):
         shares_item = (ids[0][:, None] == ids[0]) | (ids[1][:, None] == ids[1])
         not_candidate = shares_item.fill_diagonal_(False)
         logits = scores.masked_fill(not_candidate, -torch.inf)
-        both = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()  # (2, P + Q)
+        both = (
+            torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()
+        )  # (2, P + Q)
         if self.updates_state:
             for direction in (0, 1):
                 queue = self.queues[direction]
-                queue.write(anchors.candidate_ids[direction], anchors.candidates[direction].detach())
+                queue.write(
+                    anchors.candidate_ids[direction], anchors.candidates[direction].detach()
+                )
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
 
 class FalseNegativeFilter(Objective):
-    """Mixed into an objective: what `false_negatives` finds is no negative of an anchor. On one rank.
+    """Mixed into an objective: what `false_negatives` finds is no negative of an anchor. On one
+    rank.
 
     Args:
         start: share of the training before which all are negatives.
@@ -159,7 +176,8 @@ class FalseNegativeFilter(Objective):
 
 
 class GlobalFalseNegatives(FalseNegativeFilter):
-    """The (1 − α)-quantile λ of an anchor's similarities to its negatives minimises λ·α + E[max(s − λ, 0)]:
+    """The (1 − α)-quantile λ of an anchor's similarities to its negatives minimises λ·α + E[max(s −
+    λ, 0)]:
 
         λ ← λ − η·(α − share of the batch's negatives with s > λ)/α
 
@@ -168,7 +186,8 @@ class GlobalFalseNegatives(FalseNegativeFilter):
     Args:
         alpha: α in (0, 1).
         threshold_rate: η.
-        **objective: `start`, after which thresholds are learned and used, and see `FalseNegativeFilter`.
+        **objective: `start`, after which thresholds are learned and used, and see
+            `FalseNegativeFilter`.
     """
 
     threshold: Tensor
@@ -180,7 +199,9 @@ class GlobalFalseNegatives(FalseNegativeFilter):
         self.register_buffer("threshold", torch.ones(self.corpus.num_rows))
 
     def false_negatives(self, anchors: Anchors) -> Tensor:
-        similarities = anchors.similarities.masked_fill(anchors.not_negative, -torch.inf)  # (X, A, C)
+        similarities = anchors.similarities.masked_fill(
+            anchors.not_negative, -torch.inf
+        )  # (X, A, C)
         if self.updates_state:
             self._move_thresholds(anchors, similarities)
         threshold = self.threshold[anchors.rows].to(similarities)
@@ -189,12 +210,15 @@ class GlobalFalseNegatives(FalseNegativeFilter):
         return anchors.candidate_ids[:, None].where(is_beyond, PADDING)
 
     def _move_thresholds(self, anchors: Anchors, similarities: Tensor) -> None:
-        """A step against the subgradient, by the similarities (X, A, C) of the batch's negatives, -inf elsewhere."""
+        """A step against the subgradient, by the similarities (X, A, C) of the batch's negatives,
+        -inf elsewhere."""
         rows = anchors.rows.flatten()
         beyond = similarities > self.threshold[anchors.rows].to(similarities)[..., None]
         share = beyond.sum(dim=-1) / anchors.num_negatives.clamp(min=1)  # (X, A)
         slope = (1 - share / self.alpha).flatten().to(self.threshold)
-        slope, written = mean_over_duplicates(slope, (anchors.num_negatives > 0).flatten(), first_occurrence(rows))
+        slope, written = mean_over_duplicates(
+            slope, (anchors.num_negatives > 0).flatten(), first_occurrence(rows)
+        )
         moved = (self.threshold[rows] - self.threshold_rate * slope).clamp(-1, 1)
         write_rows(self.threshold, rows, moved, written)
 
@@ -226,7 +250,9 @@ class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
             if not len(memory.keys):
                 nearest.append(anchors.rows.new_full((anchors.rows.shape[1], 0), PADDING))
                 continue
-            similarities = anchors.embeddings[x] @ memory.embeddings.to(anchors.embeddings).T  # (A, N)
+            similarities = (
+                anchors.embeddings[x] @ memory.embeddings.to(anchors.embeddings).T
+            )  # (A, N)
             is_positive = is_listed(memory.keys, anchors.positive_ids[x])
             hidden = similarities.masked_fill(is_positive | (memory.keys == PADDING), -torch.inf)
             values, slots = hidden.topk(min(self.count, len(memory.keys)), dim=1)
@@ -239,7 +265,9 @@ def with_positives(anchors: Anchors, ids: Tensor) -> Anchors:
     listed = torch.cat([anchors.positive_ids, ids], dim=-1).sort(dim=-1).values
     is_repeated = torch.zeros_like(listed, dtype=torch.bool)
     is_repeated[..., 1:] = listed[..., 1:] == listed[..., :-1]
-    return replace(anchors, positive_ids=listed.masked_fill(is_repeated, PADDING).sort(dim=-1).values)
+    return replace(
+        anchors, positive_ids=listed.masked_fill(is_repeated, PADDING).sort(dim=-1).values
+    )
 
 
 class TeacherBatches(BatchSelector):
@@ -272,8 +300,11 @@ class TeacherBatches(BatchSelector):
         graph = coo_matrix((ones, (sources, ranked.ravel())), shape=(len(left), len(left))).tocsr()
         self.order = reverse_cuthill_mckee(graph + graph.T, symmetric_mode=True).astype(np.int64)
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """(num_batches, B) pair indices; the groups begin elsewhere along the graph in each epoch."""
+    def select(
+        self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None
+    ) -> np.ndarray:
+        """(num_batches, B) pair indices; the groups begin elsewhere along the graph in each
+        epoch."""
         draw = self.generator(epoch)
         order = np.roll(self.order, draw.integers(self.num_pairs))
         num_groups = self.num_batches * self.batch_size // self.group_size
@@ -282,16 +313,18 @@ class TeacherBatches(BatchSelector):
 
 
 class OSGDBatches(BatchSelector):
-    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out of the epoch.
+    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out
+    of the epoch.
 
-    The k batches are disjoint (without replacement): an epoch is a random partition into N/B batches, cut into windows
-    of k.
+    The k batches are disjoint (without replacement): an epoch is a random partition into N/B
+    batches, cut into windows of k.
 
     Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
         num_pairs, batch_size, seed: as of `BatchSelector`.
-        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in proportion.
+        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in
+            proportion.
         q: batches to choose, at most k.
         temperature: τ of the loss.
     """
@@ -324,8 +357,11 @@ class OSGDBatches(BatchSelector):
         full, rest = divmod(candidates, self.k)
         return full * self.q + self._share_of(rest)
 
-    def select(self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None) -> np.ndarray:
-        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each window of k."""
+    def select(
+        self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None
+    ) -> np.ndarray:
+        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each
+        window of k."""
         candidates = self.random_batches(self.generator(epoch))
         if left is None:
             return candidates

@@ -1,7 +1,9 @@
-"""Quality by memory: what fine-tuning gives on test data, by the memory of its step, for objectives and batch sizes.
+"""Quality by memory: what fine-tuning gives on test data, by the memory of its step, for objectives
+and batch sizes.
 
     python eval/bench/training_memory.py MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
-    python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs" docs/figures/memory.svg
+    python eval/quality_by_memory.py "minilm_beginnings medquad, 1,536 pairs"
+    docs/figures/memory.svg
 
 Rows whose memory was not measured are left out.
 """
@@ -29,15 +31,26 @@ def read_memory(file: Path) -> dict[tuple[str, int], float]:
     return {(line["objective"], line["batch_size"]): line["MiB"] for line in lines}
 
 
-def draw_objective(axes: Axes, rows: list[Row], memory: dict[tuple[str, int], float], colour: str) -> None:
+def draw_objective(
+    axes: Axes, rows: list[Row], memory: dict[tuple[str, int], float], colour: str
+) -> None:
     """Mean and standard deviation over seeds, a point for each batch size."""
     megabytes = [memory[row.objective, row.batch_size] for row in rows]
     means = [row.mean("test") for row in rows]
     deviations = [statistics.stdev(seed["test"] for seed in row.seeds) for row in rows]
     label = rows[0].objective
-    axes.errorbar(megabytes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label)
+    axes.errorbar(
+        megabytes, means, deviations, marker="o", markersize=4, capsize=2, color=colour, label=label
+    )
     for row, x, y in zip(rows, megabytes, means, strict=True):
-        axes.annotate(str(row.batch_size), (x, y), (3, 3), textcoords="offset points", fontsize=7, color=colour)
+        axes.annotate(
+            str(row.batch_size),
+            (x, y),
+            (3, 3),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour,
+        )
 
 
 def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = MEMORY) -> None:
@@ -50,7 +63,9 @@ def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = ME
         memory: what `bench/training_memory.py` measured.
     """
     megabytes = read_memory(memory)
-    rows = [row for row in rows_of(Runs(results), task) if (row.objective, row.batch_size) in megabytes]
+    rows = [
+        row for row in rows_of(Runs(results), task) if (row.objective, row.batch_size) in megabytes
+    ]
     canvas = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = canvas.add_subplot()
     for colour, name in zip(COLOURS, DRAWN, strict=False):

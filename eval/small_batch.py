@@ -1,22 +1,25 @@
-"""What is a global objective at a small batch worth? Every objective at equal pairs, encoder passes, seconds.
+"""What is a global objective at a small batch worth? Every objective at equal pairs, encoder
+passes, seconds.
 
     python eval/small_batch.py run vectors PATH_TO_PAPERS --batch_sizes [16,32,64]
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
     python eval/small_batch.py report --figures docs/figures
     python eval/small_batch.py report --results eval/results/small_batch_encoders.jsonl
 
-Every run of one task trains the same model from the same start on the same number of pairs, whatever the batch: a
-smaller batch takes more steps. With --equal passes, objectives that encode items besides the batch see fewer pairs, so
-that all encode, forward and backward, as much as InfoNCE does; forward alone counts a third. With --equal seconds, fast
-objectives train longer, where that is better, until each has had the seconds of one core that the slowest needs.
+Every run of one task trains the same model from the same start on the same number of pairs,
+whatever the batch: a smaller batch takes more steps. With --equal passes, objectives that encode
+items besides the batch see fewer pairs, so that all encode, forward and backward, as much as
+InfoNCE does; forward alone counts a third. With --equal seconds, fast objectives train longer,
+where that is better, until each has had the seconds of one core that the slowest needs.
 
-Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning rate at the best τ, by
-the quality on held-out data, both on past any edge; then all seeds. Learning rates grow with the square root of the
-batch size. One line per run is added to --results, and a run that is there already is not made again: tables grow.
---processes makes several at once; on a GPU, where models of texts cannot be forked, start several commands.
+Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning
+rate at the best τ, by the quality on held-out data, both on past any edge; then all seeds. Learning
+rates grow with the square root of the batch size. One line per run is added to --results, and a run
+that is there already is not made again: tables grow. --processes makes several at once; on a GPU,
+where models of texts cannot be forked, start several commands.
 
-Objectives with a + have the positive in the softmax. A name that is an import path, such as my_package.MyLoss, is a
-class of your own or of another library: see `outside.py`.
+Objectives with a + have the positive in the softmax. A name that is an import path, such as
+my_package.MyLoss, is a class of your own or of another library: see `outside.py`.
 
 Tasks: see `comparison_tasks.py`.
 """
@@ -103,11 +106,14 @@ TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, cached by 8": {"chunk_size": 8},
     "InfoNCE, cached by 4": {"chunk_size": 4},
 }
-"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients cached."""
+"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients
+cached."""
 OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
 
 PROBES: dict[str, Callable[..., Objective]] = {
-    "predicted log-normaliser+": lambda **common: PredictedPartition(positive_in_softmax=True, **common),
+    "predicted log-normaliser+": lambda **common: PredictedPartition(
+        positive_in_softmax=True, **common
+    ),
     **{
         f"robust τ+, ρ = {radius}": lambda radius=radius, **common: SharedRobustTemperature(
             radius=radius, temperature_rate=1e-4, gamma=0.5, positive_in_softmax=True, **common
@@ -121,13 +127,18 @@ PROBES: dict[str, Callable[..., Objective]] = {
     "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
     **{f"InfoNCE, α = {alpha}": partial(FilteredInfoNCE, alpha=alpha) for alpha in (0.001, 0.01)},
     **{
-        f"SogCLR+, α = {alpha}": partial(FilteredSogCLR, alpha=alpha, gamma=0.5, positive_in_softmax=True)
+        f"SogCLR+, α = {alpha}": partial(
+            FilteredSogCLR, alpha=alpha, gamma=0.5, positive_in_softmax=True
+        )
         for alpha in (0.001, 0.01)
     },
     "SogCLR+, α = 0.01 at once": lambda **common: FilteredSogCLR(
         alpha=0.01, threshold_rate=0.3, start=0.0, gamma=0.5, positive_in_softmax=True, **common
     ),
-    **{f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count) for count in (1, 5, 50)},
+    **{
+        f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count)
+        for count in (1, 5, 50)
+    },
 }
 """Methods that are tried, see `probes.py`."""
 OBJECTIVES |= PROBES
@@ -145,7 +156,11 @@ def objective_of(name: str) -> Callable[..., Objective]:
     if "." in name:
         return import_objective(name)
     alike = difflib.get_close_matches(name, OBJECTIVES, n=1)
-    advice = f"did you mean {alike[0]}?" if alike else f"give one of {', '.join(OBJECTIVES)}, or an import path"
+    advice = (
+        f"did you mean {alike[0]}?"
+        if alike
+        else f"give one of {', '.join(OBJECTIVES)}, or an import path"
+    )
     raise DualencError(f"objectives: there is no {name}; {advice}")
 
 
@@ -159,7 +174,8 @@ Cell = tuple[int, str]
 
 @dataclass
 class Curve(Evaluator):
-    """Quality on held-out data during training, against pairs seen and seconds of work, which evaluations do not count.
+    """Quality on held-out data during training, against pairs seen and seconds of work, which
+    evaluations do not count.
 
     Attributes:
         points: (pairs, seconds, quality) of each evaluation.
@@ -176,7 +192,9 @@ class Curve(Evaluator):
         value = self.quality(model)[self.quality.primary]
         if len(self.points) == 0:
             self.spent = begun  # what came before the first step is no training
-        self.points.append((len(self.points) * self.pairs_per_evaluation, begun - self.spent, value))
+        self.points.append(
+            (len(self.points) * self.pairs_per_evaluation, begun - self.spent, value)
+        )
         self.spent += time.process_time() - begun
         return {self.primary: value}
 
@@ -203,7 +221,8 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
     """Train once; what came out, as it is kept."""
     torch.set_num_threads(1)
     task, objective, batch_size, pairs_seen, rate, tau, seed = (
-        settings[key] for key in ("task", "objective", "batch_size", "pairs_seen", "rate", "temperature", "seed")
+        settings[key]
+        for key in ("task", "objective", "batch_size", "pairs_seen", "rate", "temperature", "seed")
     )
     task = OPENED[task]
     torch.manual_seed(seed)
@@ -238,16 +257,26 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
         batching = None
         if objective == "InfoNCE, teacher's batches":
             # The features themselves are the teacher.
-            sides = np.asarray(pairs.left_items)[pairs.left_id], np.asarray(pairs.right_items)[pairs.right_id]
+            sides = (
+                np.asarray(pairs.left_items)[pairs.left_id],
+                np.asarray(pairs.right_items)[pairs.right_id],
+            )
             batching = TeacherBatches(*sides, batch_size, seed=seed)
         begun = time.process_time()
-        trainer.fit(model, pairs, criterion, batching, evaluator=curve if task.evaluations else None)
+        trainer.fit(
+            model, pairs, criterion, batching, evaluator=curve if task.evaluations else None
+        )
     outcome: dict[str, Any] = {}
     if torch.cuda.is_available():
-        outcome = {"device": torch.cuda.get_device_name(), "peak_memory": torch.cuda.max_memory_allocated()}
+        outcome = {
+            "device": torch.cuda.get_device_name(),
+            "peak_memory": torch.cuda.max_memory_allocated(),
+        }
     if task.evaluations == 0:
         seconds = time.process_time() - begun
-        curve.points.append((pairs_seen, seconds, task.validation(model.eval())[task.validation.primary]))
+        curve.points.append(
+            (pairs_seen, seconds, task.validation(model.eval())[task.validation.primary])
+        )
     measured = task.test(model.eval())
     scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
     outcome |= {
@@ -255,7 +284,9 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
         "test": measured.pop(task.test.primary),
         "extra_encodes": passes.count / (steps * pairs_per_step) - 2,
         "seconds": curve.points[-1][1],
-        "curve": [(seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points],
+        "curve": [
+            (seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points
+        ],
         "scores": base64.b64encode(zlib.compress(scores.tobytes(), 9)).decode(),
         **measured,
     }
@@ -264,19 +295,25 @@ def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
 
 @dataclass
 class Comparison:
-    """Cells of one task that are tuned alike and trained with so many seeds; finished runs are not made again."""
+    """Cells of one task that are tuned alike and trained with so many seeds; finished runs are not
+    made again."""
 
     runs: Runs
     compute: Compute
     cells: list[Cell]
     seeds: int
 
-    def best(self, values: Sequence[float], settings_with: Callable[[Cell, float], Settings]) -> dict[Cell, float]:
-        """Of each cell, the value whose run has the highest quality on held-out data, also beyond the edges."""
+    def best(
+        self, values: Sequence[float], settings_with: Callable[[Cell, float], Settings]
+    ) -> dict[Cell, float]:
+        """Of each cell, the value whose run has the highest quality on held-out data, also beyond
+        the edges."""
         tried = {cell: sorted(values) for cell in self.cells}
         quality: dict[tuple[Cell, float], float] = {}
         for _ in range(1 + BEYOND_EDGE):
-            missing = [(c, value) for c in self.cells for value in tried[c] if (c, value) not in quality]
+            missing = [
+                (c, value) for c in self.cells for value in tried[c] if (c, value) not in quality
+            ]
             quality |= self._held_out({(c, value): settings_with(c, value) for c, value in missing})
             for cell, own in tried.items():
                 if len(own) == 1:
@@ -288,9 +325,13 @@ class Comparison:
                     own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
         return best_values(quality)
 
-    def with_seeds(self, settings_with: Callable[[Cell, int], Settings]) -> dict[Cell, list[dict[str, Any]]]:
+    def with_seeds(
+        self, settings_with: Callable[[Cell, int], Settings]
+    ) -> dict[Cell, list[dict[str, Any]]]:
         """The runs of all seeds of each cell."""
-        found = self.runs.get([settings_with(c, seed) for c in self.cells for seed in range(self.seeds)], self.compute)
+        found = self.runs.get(
+            [settings_with(c, seed) for c in self.cells for seed in range(self.seeds)], self.compute
+        )
         parts = (found[start : start + self.seeds] for start in range(0, len(found), self.seeds))
         return dict(zip(self.cells, parts, strict=True))
 
@@ -300,15 +341,28 @@ class Comparison:
         seconds: float | None,
         settings_with: Callable[[Cell, float], Settings],
     ) -> dict[Cell, float]:
-        """By how much each cell trains longer to have so many seconds, or those of the slowest, if that is better."""
-        spent = {cell: statistics.mean(one["seconds"] for one in seeds) for cell, seeds in found.items()}
+        """By how much each cell trains longer to have so many seconds, or those of the slowest, if
+        that is better."""
+        spent = {
+            cell: statistics.mean(one["seconds"] for one in seeds) for cell, seeds in found.items()
+        }
         budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
-        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is chosen.
-        tried = [(cell, share) for cell, most in budget.items() for share in (math.sqrt(most), most) if most > 1.02]
+        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is
+        # chosen.
+        tried = [
+            (cell, share)
+            for cell, most in budget.items()
+            for share in (math.sqrt(most), most)
+            if most > 1.02
+        ]
         quality = {(cell, 1.0): seeds[0]["validation"] for cell, seeds in found.items()}
-        return best_values(quality | self._held_out({(c, share): settings_with(c, share) for c, share in tried}))
+        return best_values(
+            quality | self._held_out({(c, share): settings_with(c, share) for c, share in tried})
+        )
 
-    def _held_out(self, settings: dict[tuple[Cell, float], Settings]) -> dict[tuple[Cell, float], float]:
+    def _held_out(
+        self, settings: dict[tuple[Cell, float], Settings]
+    ) -> dict[tuple[Cell, float], float]:
         """The quality on held-out data of runs with these settings."""
         found = self.runs.get(settings.values(), self.compute)
         return {key: one["validation"] for key, one in zip(settings, found, strict=True)}
@@ -317,7 +371,10 @@ class Comparison:
 def best_values(quality: dict[tuple[Cell, float], float]) -> dict[Cell, float]:
     """Of each cell, the value with the highest quality."""
     cells = dict.fromkeys(cell for cell, _ in quality)
-    return {cell: max((key for key in quality if key[0] == cell), key=quality.__getitem__)[1] for cell in cells}
+    return {
+        cell: max((key for key in quality if key[0] == cell), key=quality.__getitem__)[1]
+        for cell in cells
+    }
 
 
 def share_of_passes(outcome: dict[str, Any]) -> float:
@@ -354,16 +411,20 @@ def run(
         epochs: pairs seen, over M; those of InfoNCE where passes are equal.
         pairs: train on a random part of so many pairs.
         seeds: how many.
-        equal: what is the same for all. "seconds": each objective trains longer, up to the seconds that the slowest of
-            the call takes for the same pairs, as long as is best on held-out data.
+        equal: what is the same for all. "seconds": each objective trains longer, up to the seconds
+            that the slowest of the call takes for the same pairs, as long as is best on held-out
+            data.
         seconds: the budget of equal seconds, in place of what the slowest takes.
-        rates: factors of the task's learning rate to choose from, the first of them while τ is chosen.
-        temperatures: τ to choose from, where not the task's own. Beyond the edge of rates and of these, more are tried
-            while they are better.
-        tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not those of the runs.
+        rates: factors of the task's learning rate to choose from, the first of them while τ is
+            chosen.
+        temperatures: τ to choose from, where not the task's own. Beyond the edge of rates and of
+            these, more are tried while they are better.
+        tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not
+            those of the runs.
         model: name or folder of the model that minilm starts from.
         processes: trainings at once.
-        results: where finished runs are kept; by default those of perceptrons in one file, and all others in another.
+        results: where finished runs are kept; by default those of perceptrons in one file, and all
+            others in another.
     """
     if results is None:
         results = RESULTS if task.startswith(("vectors", "copies")) else ENCODER_RESULTS
@@ -382,8 +443,16 @@ def run(
         batch_size, objective = cell
         name = name_of(task, path, (tune_pairs or pairs) if tuning else pairs)
         length = (tune_epochs or epochs) if tuning else epochs
-        own = {"task": name, "objective": objective, "batch_size": (tune_at or batch_size) if tuning else batch_size}
-        own |= {"pairs_seen": round(share * length * len(OPENED[name].pairs)), "rate": rate, "temperature": tau}
+        own = {
+            "task": name,
+            "objective": objective,
+            "batch_size": (tune_at or batch_size) if tuning else batch_size,
+        }
+        own |= {
+            "pairs_seen": round(share * length * len(OPENED[name].pairs)),
+            "rate": rate,
+            "temperature": tau,
+        }
         return own | {"seed": seed, "equal": "pairs" if share == 1 else equal}
 
     tried = temperatures or opened.temperatures
@@ -401,7 +470,10 @@ def run(
         lengths = comparison.lengths(found, seconds, lambda cell, share: tuned(cell, share=share))
         found = comparison.with_seeds(lambda cell, seed: tuned(cell, seed, lengths[cell]))
     for (batch_size, objective), outcomes in found.items():
-        print(f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread(outcomes)}", flush=True)
+        print(
+            f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread(outcomes)}",
+            flush=True,
+        )
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:

@@ -4,15 +4,17 @@
     python eval/static.py steps FOLDER "[InfoNCE 128,GlobalCache 128]"
     python eval/static.py report
 
-FOLDER is in BEIR's form. Every row trains a table of tokens, which begins as the word embeddings of a published model,
-for the same CPU seconds of one thread (`time.process_time`: other processes of the machine do not count). Tokens are
-made before and are the same for all. τ, then the learning rate, are chosen for each row by nDCG@10 on held-out
-queries, with the first seed and a third of the seconds, the rate on past an edge; then all seeds train. nDCG@10 is of
-test queries over all documents. One line per run is added to --results, and a run that is there already is not made
+FOLDER is in BEIR's form. Every row trains a table of tokens, which begins as the word embeddings of
+a published model, for the same CPU seconds of one thread (`time.process_time`: other processes of
+the machine do not count). Tokens are made before and are the same for all. τ, then the learning
+rate, are chosen for each row by nDCG@10 on held-out queries, with the first seed and a third of the
+seconds, the rate on past an edge; then all seeds train. nDCG@10 is of test queries over all
+documents. One line per run is added to --results, and a run that is there already is not made
 again.
 
-References: the table before training; BM25; a distilled table (each token alone through the model, PCA, and less weight
-for frequent ones, as in model2vec); sentence-transformers' own recipe, whole and from the same words.
+References: the table before training; BM25; a distilled table (each token alone through the model,
+PCA, and less weight for frequent ones, as in model2vec); sentence-transformers' own recipe, whole
+and from the same words.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from transformers import AutoModel, AutoTokenizer, get_scheduler
 from dualenc.data import PairDataset
 from dualenc.encoders import StaticEncoder, TextEncoder
 from dualenc.encoders.hub import model_folder
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.evaluation.retrieval import Result, bm25_run
 from dualenc.training import Trainer
 
@@ -84,7 +86,8 @@ ROWS["sentence-transformers, whole recipe"] = Row(PUBLISHED, 2048, dim=1024, rat
 
 
 class Task(NamedTuple):
-    """Training pairs, queries to tune by and queries to report, the first model, and the token ids of all texts."""
+    """Training pairs, queries to tune by and queries to report, the first model, and the token ids
+    of all texts."""
 
     name: str
     tokenizer: Any
@@ -94,7 +97,8 @@ class Task(NamedTuple):
     words: TextEncoder
 
     def new_model(self, dim: int | None = None) -> TextEncoder:
-        """A model that begins as the words, or as a random table; it takes over the tokens that are known."""
+        """A model that begins as the words, or as a random table; it takes over the tokens that are
+        known."""
         known = [tower.prepare.token_cache for tower in (self.words.left, self.words.right)]
         if dim is None:
             # All but the tokens.
@@ -129,7 +133,10 @@ def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[T
         train_published(task, model, row.batch_size, settings["rate"], settings["seed"], steps)
         return model, time.process_time() - begun
     criterion = OBJECTIVES[row.objective](
-        temperature=settings["temperature"], seed=settings["seed"], num_left=pairs.num_left, num_right=pairs.num_right
+        temperature=settings["temperature"],
+        seed=settings["seed"],
+        num_left=pairs.num_left,
+        num_right=pairs.num_right,
     )
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
@@ -146,13 +153,18 @@ def train(task: Task, row: Row, settings: dict[str, Any], steps: int) -> tuple[T
     return model, time.process_time() - begun
 
 
-def train_published(task: Task, model: TextEncoder, batch_size: int, rate: float, seed: int, steps: int) -> None:
-    """Train the table with sentence-transformers' module and loss, AdamW, a tenth of warm-up and linear decay.
+def train_published(
+    task: Task, model: TextEncoder, batch_size: int, rate: float, seed: int, steps: int
+) -> None:
+    """Train the table with sentence-transformers' module and loss, AdamW, a tenth of warm-up and
+    linear decay.
 
     Batches hold no query or document twice, as in its recipe for static models.
     """
     # Over the same memory.
-    static = StaticEmbedding(task.tokenizer, embedding_weights=model.left.backbone.embedding.weight.detach())
+    static = StaticEmbedding(
+        task.tokenizer, embedding_weights=model.left.backbone.embedding.weight.detach()
+    )
     loss = MultipleNegativesRankingLoss(SentenceTransformer(modules=[static], device="cpu"))
     optimizer = torch.optim.AdamW(static.parameters(), lr=rate, fused=True)
     schedule = get_scheduler("linear", optimizer, round(0.1 * steps), steps)
@@ -181,16 +193,23 @@ def train_published(task: Task, model: TextEncoder, batch_size: int, rate: float
 
 
 def distilled(words: str) -> torch.Tensor:
-    """(V, PCA_DIM) each token alone through a transformer, in the directions of most variance, less of frequent tokens.
+    """(V, PCA_DIM) each token alone through a transformer, in the directions of most variance, less
+    of frequent tokens.
 
-    As model2vec does (https://github.com/MinishLab/model2vec), by the rank of a token for its frequency.
+    As model2vec does (https://github.com/MinishLab/model2vec), by the rank of a token for its
+    frequency.
     """
     transformer = AutoModel.from_pretrained(model_folder(words)).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder(words))
     vectors = []
     with torch.no_grad():
         for tokens in torch.arange(len(tokenizer)).split(512):
-            ids = torch.tensor([[tokenizer.cls_token_id, token, tokenizer.sep_token_id] for token in tokens.tolist()])
+            ids = torch.tensor(
+                [
+                    [tokenizer.cls_token_id, token, tokenizer.sep_token_id]
+                    for token in tokens.tolist()
+                ]
+            )
             vectors.append(transformer(ids).last_hidden_state.mean(dim=1))
     reduced = PCA(PCA_DIM, random_state=0).fit_transform(torch.cat(vectors).numpy())
     share = 1 / np.arange(2, len(reduced) + 2)
@@ -226,9 +245,13 @@ def run(
             trainings = TableTrainings(task, ROWS[name], {**common, "row": name}, kept)
             temperature, rate = trainings.tune(seconds * TUNING, RATES)
             scores = [
-                trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"] for seed in range(seeds)
+                trainings.measure(seconds, temperature, rate, seed, tuning=False)["test"]
+                for seed in range(seeds)
             ]
-            print(f"{task.name} {name}: {[round(one, 4) for one in scores]} τ {temperature} rate {rate}", flush=True)
+            print(
+                f"{task.name} {name}: {[round(one, 4) for one in scores]} τ {temperature} rate {rate}",
+                flush=True,
+            )
 
 
 def measure_references(task: Task, common: dict[str, Any], words: str, kept: Results) -> None:
@@ -241,7 +264,9 @@ def measure_references(task: Task, common: dict[str, Any], words: str, kept: Res
     def bm25() -> float:
         collection = task.test.collection
         run = bm25_run(collection, k=11)
-        return Result("BM25", task.name, run, collection.qrels, len(collection.corpus.ids)).means["ndcg@10"]
+        return Result("BM25", task.name, run, collection.qrels, len(collection.corpus.ids)).means[
+            "ndcg@10"
+        ]
 
     def by_table() -> float:
         model = task.new_model(PCA_DIM)
@@ -254,7 +279,8 @@ def measure_references(task: Task, common: dict[str, Any], words: str, kept: Res
 
 
 class TableTrainings(Trainings):
-    """The trainings of one row of a task, with rates on past both edges; a published recipe has its own."""
+    """The trainings of one row of a task, with rates on past both edges; a published recipe has its
+    own."""
 
     first_steps = 3
 
@@ -315,10 +341,16 @@ def report(results: Path = RESULTS) -> None:
         table = []
         for name in dict.fromkeys(run["row"] for run in tested):
             own = [run for run in tested if run["row"] == name]
-            cells: dict[str, Any] = {"row": name, "ndcg@10": statistics.mean(run["test"] for run in own)}
+            cells: dict[str, Any] = {
+                "row": name,
+                "ndcg@10": statistics.mean(run["test"] for run in own),
+            }
             if len(own) > 1:
                 cells["deviation"] = statistics.stdev(run["test"] for run in own)
-                cells |= {"seconds": statistics.mean(run["seconds"] for run in own), "steps": own[0]["steps"]}
+                cells |= {
+                    "seconds": statistics.mean(run["seconds"] for run in own),
+                    "steps": own[0]["steps"],
+                }
                 cells |= {"τ": own[0]["temperature"], "rate": f"{own[0]['rate']:g}"}
             table.append(cells)
         print_table(Table(f"{task}, {pairs:,} pairs", table))

@@ -1,15 +1,17 @@
-"""How near to a stationary point of the exact global loss does plain SGD come? (Yau et al. 2024, Figure 7)
+"""How near to a stationary point of the exact global loss does plain SGD come? (Yau et al. 2024,
+Figure 7)
 
     python eval/stationary.py run CIFAR10 --steps 200000 --seeds 3
     python eval/stationary.py report --figure docs/figures/stationary.svg
 
-The paper's set is 500 images with two stored augmentations, at b = 4 (arXiv:2404.10575, §4.5). The network here is so
-small that 200,000 steps take minutes, and that it cannot tell all images apart: principal components of the pixels, one
-hidden layer, 32 numbers. The rate falls to zero along a cosine, so that what is left of the gradient is bias and not
-noise. It is chosen for each objective from --rates, by the exact loss after --tune_steps, past any edge.
+The paper's set is 500 images with two stored augmentations, at b = 4 (arXiv:2404.10575, §4.5). The
+network here is so small that 200,000 steps take minutes, and that it cannot tell all images apart:
+principal components of the pixels, one hidden layer, 32 numbers. The rate falls to zero along a
+cosine, so that what is left of the gradient is bias and not noise. It is chosen for each objective
+from --rates, by the exact loss after --tune_steps, past any edge.
 
-CIFAR10 is a folder with train.parquet and test.parquet. One line per run is added to --results, and a run that is there
-already is not made again.
+CIFAR10 is a folder with train.parquet and test.parquet. One line per run is added to --results, and
+a run that is there already is not made again.
 """
 
 from __future__ import annotations
@@ -34,8 +36,18 @@ from torch import Tensor, nn
 from dualenc.batching import RandomBatches
 from dualenc.encoders.dual import unit_norm
 from dualenc.evaluation import plots
-from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import DCL, EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective, SogCLR
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.objectives import (
+    DCL,
+    EMC2,
+    ISIR,
+    ExactGlobal,
+    GlobalCache,
+    InfoNCE,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
 from dualenc.types import Inputs, Side
 
 RESULTS = Path("eval/results/stationary.jsonl")
@@ -62,7 +74,9 @@ class Network(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(COMPONENTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
+        self.layers = nn.Sequential(
+            nn.Linear(COMPONENTS, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM)
+        )
 
     def forward(self, components: Tensor) -> Tensor:
         return unit_norm(self.layers(components))
@@ -70,7 +84,8 @@ class Network(nn.Module):
 
 @cache
 def stored_views(folder: Path) -> Tensor:
-    """(500, 2, 64) principal components of two augmentations of each image, of variance one together."""
+    """(500, 2, 64) principal components of two augmentations of each image, of variance one
+    together."""
     images, _, _ = open_parts(str(folder), IMAGES, 1)
     pixels = scaled(views_of([images[row].left.copy() for row in range(IMAGES)], [(0, 1)] * IMAGES))
     rows = pixels.flatten(2).flatten(0, 1).double()
@@ -83,10 +98,17 @@ def stored_views(folder: Path) -> Tensor:
 def train(settings: Settings, folder: Path) -> tuple[Settings, dict[str, Any]]:
     """Plain SGD on the stored views; the exact loss and its squared gradient on the way."""
     torch.set_num_threads(1)
-    views, steps, seed, temperature = stored_views(folder), settings["steps"], settings["seed"], settings["temperature"]
+    views, steps, seed, temperature = (
+        stored_views(folder),
+        settings["steps"],
+        settings["seed"],
+        settings["temperature"],
+    )
     torch.manual_seed(seed)
     network = Network()
-    objective = OBJECTIVES[settings["objective"]](num_left=IMAGES, temperature=temperature, views=True, seed=seed)
+    objective = OBJECTIVES[settings["objective"]](
+        num_left=IMAGES, temperature=temperature, views=True, seed=seed
+    )
     optimizer = torch.optim.SGD(network.parameters(), lr=settings["rate"])
     batches = RandomBatches(IMAGES, settings["batch_size"], seed=seed)
     sides: dict[Side, Tensor] = {"left": views[:, 0], "right": views[:, 1]}
@@ -98,7 +120,9 @@ def train(settings: Settings, folder: Path) -> tuple[Settings, dict[str, Any]]:
 
     def measure(step: int) -> tuple[int, float, float]:
         pairs = partial(FrozenPairs.one_to_one, views=True)
-        point = exact_gradient(network, lambda _, inputs: network(inputs["image"]), chunks, pairs, temperature)
+        point = exact_gradient(
+            network, lambda _, inputs: network(inputs["image"]), chunks, pairs, temperature
+        )
         return step, point.loss, point.squared_gradient_norm
 
     curve = [measure(0)]
@@ -119,7 +143,12 @@ def train(settings: Settings, folder: Path) -> tuple[Settings, dict[str, Any]]:
             curve.append(measure(step + 1))
     _, value, squared = curve[-1]
     seconds = round(time.process_time() - begun, 1)
-    return settings, {"loss": value, "squared_gradient": squared, "curve": curve, "seconds": seconds}
+    return settings, {
+        "loss": value,
+        "squared_gradient": squared,
+        "curve": curve,
+        "seconds": seconds,
+    }
 
 
 def run(
@@ -166,7 +195,10 @@ def run(
                 break
         wanted = [{**tuning, "steps": steps, "seed": seed, "rate": best} for seed in range(seeds)]
         ends = runs.get(wanted, compute)
-        print(f"{name}, rate {best}: {[(round(one['loss'], 4), one['squared_gradient']) for one in ends]}", flush=True)
+        print(
+            f"{name}, rate {best}: {[(round(one['loss'], 4), one['squared_gradient']) for one in ends]}",
+            flush=True,
+        )
 
 
 def report(results: Path = RESULTS, figure: Path | None = None) -> None:
@@ -180,7 +212,11 @@ def report(results: Path = RESULTS, figure: Path | None = None) -> None:
     longest = max(one["settings"]["steps"] for one in runs)
     rows, curves = [], {}
     for name in OBJECTIVES:
-        final = [one for one in runs if one["settings"]["objective"] == name and one["settings"]["steps"] == longest]
+        final = [
+            one
+            for one in runs
+            if one["settings"]["objective"] == name and one["settings"]["steps"] == longest
+        ]
         by_rate: dict[float, list[Any]] = {}
         for one in final:
             by_rate.setdefault(one["settings"]["rate"], []).append(one)
@@ -197,9 +233,15 @@ def report(results: Path = RESULTS, figure: Path | None = None) -> None:
             "±": spread,
         }
         row |= {"squared gradients": " ".join(f"{one:.1e}" for one in sorted(squared))}
-        rows.append(row | {"seeds": len(own), "seconds": round(statistics.mean(one["seconds"] for one in own))})
+        rows.append(
+            row
+            | {"seeds": len(own), "seconds": round(statistics.mean(one["seconds"] for one in own))}
+        )
         points = np.array([one["curve"][1:] for one in own])  # (seeds, points, 3)
-        curves[name] = (points[0, :, 0].tolist(), np.exp(np.log(points[:, :, 2]).mean(axis=0)).tolist())
+        curves[name] = (
+            points[0, :, 0].tolist(),
+            np.exp(np.log(points[:, :, 2]).mean(axis=0)).tolist(),
+        )
     print_table(Table(f"500 images with two stored views, {longest:,} steps of plain SGD", rows))
     if figure is not None:
         drawn = plots.lines(curves, xlabel="steps", ylabel="squared gradient of the exact loss")

@@ -1,13 +1,15 @@
-"""Captions in two languages, of which one is invented: a caption finds what another person wrote of the same image.
+"""Captions in two languages, of which one is invented: a caption finds what another person wrote of
+the same image.
 
     python eval/two_languages.py FLICKR FOLDER
     python eval/small_batch.py run two_languages FOLDER --epochs 3
 
-FLICKR holds {train,dev,test}.parquet with five captions of each image. As in Multi30k (Elliott et al. 2016,
-arXiv:1605.00459), the two captions of a pair describe the same image in two languages without being translations. The
-second language spells every word with other letters and puts the words in the opposite order, so that the two share no
-word, and what a word means has to be learned from pairs. Two pairs of each image: the first caption finds the second,
-and the third the fourth. FOLDER is in BEIR's form; all captions in the second language are its documents.
+FLICKR holds {train,dev,test}.parquet with five captions of each image. As in Multi30k (Elliott et
+al. 2016, arXiv:1605.00459), the two captions of a pair describe the same image in two languages
+without being translations. The second language spells every word with other letters and puts the
+words in the opposite order, so that the two share no word, and what a word means has to be learned
+from pairs. Two pairs of each image: the first caption finds the second, and the third the fourth.
+FOLDER is in BEIR's form; all captions in the second language are its documents.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def main(flickr: Path, folder: Path, seed: int = 0) -> None:
     for part in ("train", "dev", "test"):
         table = flickr / f"{part}.parquet"
         if not table.is_file():
-            raise DualencError(f"{table}: no such table; give the folder of train.parquet, dev.parquet, test.parquet")
+            raise DualencError(
+                f"{table}: no such table; give the folder of train.parquet, dev.parquet, test.parquet"
+            )
         judged = ["query-id\tcorpus-id\tscore"]
         for image, captions in enumerate(pd.read_parquet(table, columns=["captions"])["captions"]):
             for first, second in PAIRS:
@@ -64,7 +68,9 @@ def main(flickr: Path, folder: Path, seed: int = 0) -> None:
                 judged.append(f"{query}\t{document}\t1")
         (folder / "qrels" / f"{part}.tsv").write_text("\n".join(judged) + "\n")
     for name, entries in (("queries", queries), ("corpus", documents)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(entry) + "\n" for entry in entries)
+        )
     print(f"{len(queries)} pairs in {folder}")
 
 

@@ -17,7 +17,7 @@ import text  # the example beside this one: trains a small model in seconds
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
 from dualenc.search import Index
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 
 
 def main(folder: Path = Path("runs/example_search"), model_name: str | None = None) -> list[str]:
@@ -29,12 +29,17 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
     corpus = open_corpus(folder / "training" / "data" / "documents.jsonl")
 
     # On disk: numbered Arrow files; an interrupted run resumes.
-    embeddings = embed(model.right, corpus, folder / "embeddings", notes={"model": model_name, "side": "right"})
+    embeddings = embed(
+        model.right, corpus, folder / "embeddings", notes={"model": model_name, "side": "right"}
+    )
 
-    # "auto" is exact up to 128 MiB of vectors; beyond that or with a factory string, recall@10 is measured.
+    # "auto" is exact up to 128 MiB of vectors; beyond that or with a factory string, recall@10 is
+    # measured.
     index = Index.build(embeddings, factory="auto")
     index.save(folder / "index")
-    print(f"{len(index)} documents, {index.meta['factory']}, recall@10 {index.meta['recall_at_10']:.3f}")
+    print(
+        f"{len(index)} documents, {index.meta['factory']}, recall@10 {index.meta['recall_at_10']:.3f}"
+    )
 
     index = Index.open(folder / "index")
     queries = ["azure crystal light", "ebony timber sofa"]

@@ -1,4 +1,5 @@
-"""SogCLR in open_clip's own training loop, by ids that travel beside the batches: python examples/open_clip_loop.py."""
+"""SogCLR in open_clip's own training loop, by ids that travel beside the batches: python
+examples/open_clip_loop.py."""
 
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from dualenc.objectives import SogCLR
 
 
 class LoaderWithIds:
-    """open_clip's loader of a table, which remembers the ids of the batch; equal images or captions have equal ids."""
+    """open_clip's loader of a table, which remembers the ids of the batch; equal images or captions
+    have equal ids."""
 
     def __init__(self, loader):
         data = loader.dataset
@@ -33,20 +35,28 @@ class LoaderWithIds:
 
 
 def main(folder=Path("runs/example_open_clip"), arguments=None):
-    args = parse_args(arguments or write_clip_files(folder))  # yours: those of open_clip_train.main, sys.argv[1:]
+    args = parse_args(
+        arguments or write_clip_files(folder)
+    )  # yours: those of open_clip_train.main, sys.argv[1:]
     vars(args).update(distill=False, wandb=False, save_logs=False)  # as open_clip_train.main does
     torch.manual_seed(args.seed)
     init_distributed_device(args)
-    model, *prepare = open_clip.create_model_and_transforms(args.model, output_dict=True, device=args.device)
+    model, *prepare = open_clip.create_model_and_transforms(
+        args.model, output_dict=True, device=args.device
+    )
     data = get_data(args, prepare, tokenizer=open_clip.get_tokenizer(args.model))
     loader = data["train"].dataloader = LoaderWithIds(data["train"].dataloader)
-    objective = SogCLR(**loader.sizes, temperature=0.1).to(args.device)  # its state_dict() belongs into checkpoints
+    objective = SogCLR(**loader.sizes, temperature=0.1).to(
+        args.device
+    )  # its state_dict() belongs into checkpoints
 
     def loss(image_features, text_features, logit_scale, output_dict):
         """In the place of `open_clip.ClipLoss`."""
         ids = [side.to(args.device) for side in loader.ids]
         value = objective(image_features.float(), text_features.float(), *ids).loss
-        return {"contrastive_loss": value + 0 * logit_scale}  # DistributedDataParallel wants every parameter used
+        return {
+            "contrastive_loss": value + 0 * logit_scale
+        }  # DistributedDataParallel wants every parameter used
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     for epoch in range(args.epochs):

@@ -1,4 +1,5 @@
-"""Vectors: an adapter over embeddings that are there already, here word counts hashed to 128 numbers.
+"""Vectors: an adapter over embeddings that are there already, here word counts hashed to 128
+numbers.
 
     python examples/vectors.py
 
@@ -31,11 +32,14 @@ def hashed(texts: list[str], dim: int = 128) -> np.ndarray:
 
 
 def main(folder: Path = Path("runs/example_vectors")) -> TrainingResult:
-    # Your data: .npy files of shape (N, D), folders that `dualenc embed` wrote, or a parquet or jsonl table with two
-    # columns of vectors; with judgements, BeirPairs.
+    # Your data: .npy files of shape (N, D), folders that `dualenc embed` wrote, or a parquet or
+    # jsonl table with two columns of vectors; with judgements, BeirPairs.
     write_catalogue(folder / "data")
     for part in ("train", "test"):
-        rows = [json.loads(line) for line in (folder / "data" / f"{part}.jsonl").read_text("utf-8").splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (folder / "data" / f"{part}.jsonl").read_text("utf-8").splitlines()
+        ]
         for side in ("query", "document"):
             np.save(folder / "data" / f"{part}-{side}.npy", hashed([row[side] for row in rows]))
     pairs, held_out = (
@@ -43,16 +47,21 @@ def main(folder: Path = Path("runs/example_vectors")) -> TrainingResult:
         for part in ("train", "test")
     )
 
-    # Also "mlp"; and right_tower="identity" adapts queries only, so that an index of the documents stays as it is.
+    # Also "mlp"; and right_tower="identity" adapts queries only, so that an index of the documents
+    # stays as it is.
     torch.manual_seed(0)
     model = VectorEncoder(input_dim=128, tower="linear")
 
     sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
     objective = GlobalCache(**sizes, temperature=0.05, positive_in_softmax=True)
-    trainer = Trainer(output=folder / "run", batch_size=16, epochs=20, learning_rate=1e-2, overwrite=True)
+    trainer = Trainer(
+        output=folder / "run", batch_size=16, epochs=20, learning_rate=1e-2, overwrite=True
+    )
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 
-    print(f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}")
+    print(
+        f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}"
+    )
     print(f"dualenc index {result.model_folder} documents.npy --out index")
     return result
 

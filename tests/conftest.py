@@ -1,4 +1,5 @@
-"""What all tests share: one thread, no network, caches that vanish, and real data where it is at hand."""
+"""What all tests share: one thread, no network, caches that vanish, and real data where it is at
+hand."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Before torch, datasets or transformers are imported: they read these once. A forked test waits forever for a second
-# thread of its parent.
+# Before torch, datasets or transformers are imported: they read these once. A forked test waits
+# forever for a second thread of its parent.
 os.environ["OMP_NUM_THREADS"] = "1"
 # Many tests fork, which CUDA does not live through; tests/test_gpu.py is for machines with a GPU.
 if "DUALENC_TEST_GPU" in os.environ:
@@ -31,17 +32,23 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Wall-clock limits per example say nothing on a machine that does other work at the same time.
 settings.register_profile(
-    "dualenc", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    "dualenc",
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("dualenc")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files whose tests are all slow are not imported by the quick run: they bring the largest libraries."""
+    """Files whose tests are all slow are not imported by the quick run: they bring the largest
+    libraries."""
     if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
         return None
     all_slow = re.search(
-        r"^pytestmark = pytest\.mark\.(slow|nightly)$", collection_path.read_text("utf-8"), re.MULTILINE
+        r"^pytestmark = pytest\.mark\.(slow|nightly)$",
+        collection_path.read_text("utf-8"),
+        re.MULTILINE,
     )
     return True if all_slow else None
 
@@ -64,9 +71,12 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder with the real data sets: $DUALENC_TEST_DATA, or `../shared/data` beside the checkout."""
+    """The folder with the real data sets: $DUALENC_TEST_DATA, or `../shared/data` beside the
+    checkout."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data"
     folder = Path(os.environ.get("DUALENC_TEST_DATA", default))
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …")
+        pytest.skip(
+            f"no real data at {folder}; set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …"
+        )
     return folder

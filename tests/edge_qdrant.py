@@ -1,4 +1,5 @@
-"""Qdrant's engine in this process (qdrant-edge-py) behind the methods of the client that `QdrantIndex` calls."""
+"""Qdrant's engine in this process (qdrant-edge-py) behind the methods of the client that
+`QdrantIndex` calls."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import numpy as np
 import qdrant_edge as edge
 from qdrant_client import models
 
-SCHEMAS = {name.lower(): getattr(edge.PayloadSchemaType, name) for name in ("Keyword", "Integer", "Float", "Bool")}
+SCHEMAS = {
+    name.lower(): getattr(edge.PayloadSchemaType, name)
+    for name in ("Keyword", "Integer", "Float", "Bool")
+}
 GRAPH = edge.HnswIndexConfig(m=16, ef_construct=100, full_scan_threshold=10)
 """Search of the graph unless a few hundred bytes of vectors are left."""
 SMALL = edge.EdgeOptimizersConfig(indexing_threshold=100, default_segment_number=1)
@@ -23,15 +27,21 @@ def as_edge(condition: Any) -> Any:
     """A condition of the client as the engine's."""
     if isinstance(condition, models.Filter):
         parts = {name: getattr(condition, name) for name in ("must", "should", "must_not")}
-        return edge.Filter(**{name: [as_edge(part) for part in each] for name, each in parts.items() if each})
+        return edge.Filter(
+            **{name: [as_edge(part) for part in each] for name, each in parts.items() if each}
+        )
     if isinstance(condition, models.IsEmptyCondition):
         return edge.IsEmptyCondition(key=condition.is_empty.key)
     assert isinstance(condition, models.FieldCondition)
     if condition.range is not None:
-        return edge.FieldCondition(key=condition.key, range=edge.RangeFloat(**condition.range.model_dump()))
+        return edge.FieldCondition(
+            key=condition.key, range=edge.RangeFloat(**condition.range.model_dump())
+        )
     if isinstance(condition.match, models.MatchAny):
         return edge.FieldCondition(key=condition.key, match=edge.MatchAny(condition.match.any))  # type: ignore[arg-type]
-    return edge.FieldCondition(key=condition.key, match=edge.MatchValue(value=condition.match.value))  # type: ignore[union-attr]
+    return edge.FieldCondition(
+        key=condition.key, match=edge.MatchValue(value=condition.match.value)
+    )  # type: ignore[union-attr]
 
 
 class EdgeInfo:
@@ -97,10 +107,15 @@ class EdgeClient:
             del self.metadata[name]
             self.aliases = {alias: real for alias, real in self.aliases.items() if real != name}
 
-    def create_collection(self, name: str, vectors: models.VectorParams, metadata: dict[str, str]) -> None:
+    def create_collection(
+        self, name: str, vectors: models.VectorParams, metadata: dict[str, str]
+    ) -> None:
         assert name not in self.aliases
         self.metadata[name] = json.loads(json.dumps(metadata))
-        dtype = {"float16": edge.VectorStorageDatatype.Float16, "float32": edge.VectorStorageDatatype.Float32}
+        dtype = {
+            "float16": edge.VectorStorageDatatype.Float16,
+            "float32": edge.VectorStorageDatatype.Float32,
+        }
         distance = {"Cosine": edge.Distance.Cosine, "Dot": edge.Distance.Dot}
         stored = edge.EdgeVectorParams(
             size=vectors.size,
@@ -116,12 +131,19 @@ class EdgeClient:
         self.shard(name).update(edge.UpdateOperation.create_field_index(field, SCHEMAS[schema]))
 
     def upload_collection(
-        self, name: str, vectors: np.ndarray, payload: Sequence[dict[str, Any]], ids: Iterable[str], **_: Any
+        self,
+        name: str,
+        vectors: np.ndarray,
+        payload: Sequence[dict[str, Any]],
+        ids: Iterable[str],
+        **_: Any,
     ) -> None:
         points = [edge.Point(*point) for point in zip(ids, vectors.tolist(), payload)]
         self.shard(name).update(edge.UpdateOperation.upsert_points(points))
 
-    def retrieve(self, name: str, ids: Sequence[str], with_payload: bool, with_vectors: bool) -> Any:
+    def retrieve(
+        self, name: str, ids: Sequence[str], with_payload: bool, with_vectors: bool
+    ) -> Any:
         return self.shard(name).retrieve(ids, with_payload, with_vectors)
 
     def query_points(
@@ -133,7 +155,9 @@ class EdgeClient:
         search_params: models.SearchParams,
         query_filter: models.Filter | None,
     ) -> Any:
-        parameters = edge.SearchParams(hnsw_ef=search_params.hnsw_ef, exact=bool(search_params.exact))
+        parameters = edge.SearchParams(
+            hnsw_ef=search_params.hnsw_ef, exact=bool(search_params.exact)
+        )
         request = edge.QueryRequest(
             limit=limit,
             query=edge.Query.Nearest(query),

@@ -30,11 +30,16 @@ class LetterPrepare(Prepare):
         longest = max(map(len, texts))
         pad = str.rjust if self.left_padding else str.ljust
         letters = torch.tensor([[ord(c) for c in pad(text, longest, "\0")] for text in texts])
-        return {"input_ids": letters, "attention_mask": (letters > 0).long(), "row": torch.arange(len(texts))}
+        return {
+            "input_ids": letters,
+            "attention_mask": (letters > 0).long(),
+            "row": torch.arange(len(texts)),
+        }
 
 
 class LetterTower(Tower):
-    """The mean of random vectors of a text's letters, normalised: whatever the padding, always the same."""
+    """The mean of random vectors of a text's letters, normalised: whatever the padding, always the
+    same."""
 
     modality = "text"
 
@@ -43,21 +48,31 @@ class LetterTower(Tower):
         torch.manual_seed(0)
         self.letters = nn.Embedding(256, dim)
         self.dropout = nn.Dropout(0.5)
-        self.prepare, self.dim, self.feature_dim, self.delay = LetterPrepare(**prepare), dim, dim + 1, delay
+        self.prepare, self.dim, self.feature_dim, self.delay = (
+            LetterPrepare(**prepare),
+            dim,
+            dim + 1,
+            delay,
+        )
         self.widths: list[tuple[int, int]] = []
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         time.sleep(self.delay)
         self.widths.append(tuple(inputs["input_ids"].shape))
         mask = inputs["attention_mask"][:, :, None]
-        return nn.functional.normalize((self.dropout(self.letters(inputs["input_ids"])) * mask).sum(1), dim=-1)
+        return nn.functional.normalize(
+            (self.dropout(self.letters(inputs["input_ids"])) * mask).sum(1), dim=-1
+        )
 
     def features(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.cat([2 * self(inputs), inputs["attention_mask"].sum(1, keepdim=True)], dim=1)
 
     def slowly(self, texts: list[str]) -> np.ndarray:
         """Text after text, without batches."""
-        rows = [self.letters.weight[[ord(c) for c in self.prepare.prompt + text]].sum(0) for text in texts]
+        rows = [
+            self.letters.weight[[ord(c) for c in self.prepare.prompt + text]].sum(0)
+            for text in texts
+        ]
         return torch.stack([row / row.norm() for row in rows]).detach().numpy()
 
 
@@ -65,7 +80,11 @@ class PixelPrepare(Prepare):
     modality = "image"
 
     def __call__(self, items: Any, seeds: Any = None) -> dict[str, torch.Tensor]:
-        return {"pixels": torch.stack([torch.from_numpy(np.array(image, np.float32)).reshape(-1) for image in items])}
+        return {
+            "pixels": torch.stack(
+                [torch.from_numpy(np.array(image, np.float32)).reshape(-1) for image in items]
+            )
+        }
 
 
 class PixelTower(Tower):

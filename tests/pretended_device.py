@@ -1,7 +1,9 @@
-"""An accelerator that is not there: tensors on it are CPU tensors that refuse to meet those on the CPU.
+"""An accelerator that is not there: tensors on it are CPU tensors that refuse to meet those on the
+CPU.
 
-Where there is no GPU, this still shows that nothing is left behind on the CPU, and how often a step would wait for the
-device. It borrows the name of torch's "lazy" device, which has no kernels of its own.
+Where there is no GPU, this still shows that nothing is left behind on the CPU, and how often a step
+would wait for the device. It borrows the name of torch's "lazy" device, which has no kernels of its
+own.
 """
 
 from __future__ import annotations
@@ -26,8 +28,20 @@ COPIES = ("aten::_to_copy", "aten::copy_")
 BY_INDEX = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 # What has a shape, or gives a number, that the host must know before it can go on.
 WAITS = (
-    *("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select"),
-    *("aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount"),
+    *(
+        "aten::_local_scalar_dense",
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::nonzero",
+        "aten::masked_select",
+    ),
+    *(
+        "aten::_unique",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::unique_consecutive",
+        "aten::bincount",
+    ),
 )
 
 
@@ -39,7 +53,11 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnDevice:
-        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        layout = {
+            "strides": inner.stride(),
+            "storage_offset": inner.storage_offset(),
+            "dtype": inner.dtype,
+        }
         wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.size(), **layout, device=DEVICE)
         wrapper.inner = inner
         return wrapper
@@ -72,13 +90,18 @@ class PretendedDevice(TorchDispatchMode):
         if would_wait(function, args, kwargs or {}):
             self.waits += 1
             lines = [f for f in extract_stack() if "/dualenc/" in f.filename]
-            self.places[f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else "elsewhere"] += 1
+            self.places[
+                f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else "elsewhere"
+            ] += 1
         return run(function, args, kwargs or {})
 
 
 def would_wait(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the host waits for the device in this operation."""
-    name, leaves = function._schema.name, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    name, leaves = (
+        function._schema.name,
+        [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
+    )
     here = any(isinstance(leaf, OnDevice) for leaf in leaves)
     if name == "aten::_to_copy":
         to = torch.device(kwargs.get("device") or leaves[0].device)
@@ -89,8 +112,12 @@ def would_wait(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return False
     if name in BY_INDEX:
         given = [index for index in args[1] if index is not None]
-        return has_mask(given) or any(index.dim() and not isinstance(index, OnDevice) for index in given)
-    return name in WAITS or (name == "aten::repeat_interleave" and kwargs.get("output_size") is None)
+        return has_mask(given) or any(
+            index.dim() and not isinstance(index, OnDevice) for index in given
+        )
+    return name in WAITS or (
+        name == "aten::repeat_interleave" and kwargs.get("output_size") is None
+    )
 
 
 def has_mask(indices: Any) -> bool:
@@ -99,7 +126,8 @@ def has_mask(indices: Any) -> bool:
 
 
 def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """One operation, on the tensors inside; its result is on the device that a real one would have it on."""
+    """One operation, on the tensors inside; its result is on the device that a real one would have
+    it on."""
     name, device = function._schema.name, kwargs.get("device")
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     wrapped = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
@@ -110,7 +138,9 @@ def run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         on_device = isinstance(args[0], OnDevice)
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    args, kwargs = tree_map(lambda leaf: leaf.inner if isinstance(leaf, OnDevice) else leaf, (args, kwargs))
+    args, kwargs = tree_map(
+        lambda leaf: leaf.inner if isinstance(leaf, OnDevice) else leaf, (args, kwargs)
+    )
     result = function(*args, **kwargs)
 
     def wrap(leaf: Any) -> Any:
@@ -126,7 +156,9 @@ def check_no_mixing(name: str, args: Any, tensors: list[torch.Tensor]) -> None:
     indices = [id(index) for index in args[1] if index is not None] if name in BY_INDEX else []
     for tensor in tensors:
         if not isinstance(tensor, OnDevice) and tensor.dim() and id(tensor) not in indices:
-            raise RuntimeError(f"{name}: a tensor of shape {tuple(tensor.shape)} is on the CPU, another on the device")
+            raise RuntimeError(
+                f"{name}: a tensor of shape {tuple(tensor.shape)} is on the CPU, another on the device"
+            )
 
 
 @contextmanager
@@ -141,12 +173,17 @@ def pretended_device() -> Iterator[PretendedDevice]:
         "is_autocast_enabled": lambda device="cpu": is_enabled(known(device)),
         "autocast": lambda device, **options: autocast(known(device), **options),
     }
-    # Recomputing in the backward pass keeps the random state of the device, of which this one has none.
-    module = SimpleNamespace(get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None)
+    # Recomputing in the backward pass keeps the random state of the device, of which this one has
+    # none.
+    module = SimpleNamespace(
+        get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda *_: None
+    )
     with (
         mock.patch.object(torch, DEVICE.type, module, create=True),
         mock.patch.multiple(torch, **replacements),
-        mock.patch.object(SharedRandom, "_next", lambda random, _: generator(random, torch.device("cpu"))),
+        mock.patch.object(
+            SharedRandom, "_next", lambda random, _: generator(random, torch.device("cpu"))
+        ),
         PretendedDevice() as device,
     ):
         yield device

@@ -20,4 +20,7 @@ def read_qrels(file: Path) -> dict[str, dict[str, int]]:
 def read_per_query(file: Path) -> dict[str, dict[str, Any]]:
     """The metrics of each query of a log, in the order of its lines."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return {row.pop("query"): {name: value for name, value in row.items() if name != "dataset"} for row in rows}
+    return {
+        row.pop("query"): {name: value for name, value in row.items() if name != "dataset"}
+        for row in rows
+    }

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from dualenc.data import Corpus, PairDataset, open_corpus
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import train_tokenizer
 from dualenc.errors import DualencError, nearest
 from dualenc.evaluation.corruptions import read_corrupted
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.evaluation.zero_shot import class_prompts
-from dualenc.recipe import read_recipe
-from dualenc.search import Index, change
+from dualenc.recipe.resolve import read_recipe
+from dualenc.search import Index
+from dualenc.search.index import change
 from dualenc.search.lexical import Lexical
 from dualenc.search.where import parse_conditions
 
@@ -41,15 +42,21 @@ REFUSED: list[Callable[[], Any]] = [
 
 @pytest.mark.parametrize("call", REFUSED)
 def test_a_text_alone_is_refused(call: Callable[[], Any]) -> None:
-    with pytest.raises(DualencError, match=r"is one text, not a list of texts; give \[|is of type str; give a list"):
+    with pytest.raises(
+        DualencError, match=r"is one text, not a list of texts; give \[|is of type str; give a list"
+    ):
         call()
 
 
 def test_removing_takes_a_list_of_ids(tmp_path: Path) -> None:
     folder = tmp_path / "index"
     vectors = np.eye(15, 16, dtype=np.float32)
-    Index.build(vectors, [str(number) for number in range(15)], "Flat", folder=folder, recall_queries=0)
-    with pytest.raises(DualencError, match=r"^ids: '12' is one text, not a list of texts; give \['12'\]$"):
+    Index.build(
+        vectors, [str(number) for number in range(15)], "Flat", folder=folder, recall_queries=0
+    )
+    with pytest.raises(
+        DualencError, match=r"^ids: '12' is one text, not a list of texts; give \['12'\]$"
+    ):
         change.remove(folder, "12")
     assert len(Index.open(folder)) == 15
     assert "12" not in list(change.remove(folder, ["12"]).ids)
@@ -60,7 +67,9 @@ def test_a_text_alone_is_one_of_several_where_that_is_natural(tmp_path: Path) ->
     columns = open_corpus(tmp_path / "x.csv", columns="tags").columns
     assert columns is not None
     assert columns.column_names == ["tags"]
-    assert parse_conditions("year>=2020", {"year": "integer"}) == parse_conditions(["year>=2020"], {"year": "integer"})
+    assert parse_conditions("year>=2020", {"year": "integer"}) == parse_conditions(
+        ["year>=2020"], {"year": "integer"}
+    )
     assert class_prompts(["cat"], "a {}") == ["a cat"]
     (tmp_path / "r.yaml").write_text("model: {class_path: TextEncoder}\n")
     with pytest.raises(DualencError, match="nonsense"):
@@ -82,5 +91,7 @@ def test_a_text_alone_is_one_of_several_where_that_is_natural(tmp_path: Path) ->
         ("lr", ["learning_rate"], "learning_rate"),
     ],
 )
-def test_only_names_that_are_alike_are_suggested(word: str, names: list[str], suggested: str) -> None:
+def test_only_names_that_are_alike_are_suggested(
+    word: str, names: list[str], suggested: str
+) -> None:
     assert nearest(word, names) == (f" (did you mean {suggested}?)" if suggested else "")

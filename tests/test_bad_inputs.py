@@ -1,6 +1,8 @@
-"""Mistakes driven through the real commands: each ends in one line with exit code 2, and leaves nothing half-written.
+"""Mistakes driven through the real commands: each ends in one line with exit code 2, and leaves
+nothing half-written.
 
-What a class refuses of its arguments and files is tested with the class; these are commands given the wrong thing.
+What a class refuses of its arguments and files is tested with the class; these are commands given
+the wrong thing.
 """
 
 from __future__ import annotations

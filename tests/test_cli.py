@@ -49,7 +49,10 @@ finally:
     for words in (["--help"], ["index", "--help"], ["evaluate", "probe", "--help"]):
         subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
     after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 2
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 2
+    )
 
 
 def test_a_command_imports_no_other() -> None:
@@ -67,7 +70,9 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert cli.main([*command.split(), "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Usage: dualenc {command}" in shown
-    assert not re.search(r"Optional|Literal|Union|NoneType|list\[|--[a-z-]+\+|default: None|%%", shown)
+    assert not re.search(
+        r"Optional|Literal|Union|NoneType|list\[|--[a-z-]+\+|default: None|%%", shown
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,11 +84,16 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
             "embed a b --ouut c",
             'Command "embed" parameter --out requires an argument. Did you mean --out instead of --ouut? See ',
         ),
-        ("search", 'Command "search" parameter --index requires an argument. See dualenc search --help'),
+        (
+            "search",
+            'Command "search" parameter --index requires an argument. See dualenc search --help',
+        ),
         ("search nowhere x", "nowhere: no such folder; make an index with `dualenc index"),
     ],
 )
-def test_mistakes_end_in_one_line_and_code_2(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_in_one_line_and_code_2(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(words.split()) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -105,16 +115,44 @@ class PanicException(BaseException):
         (DualencError("two\nlines"), 2, "error: two lines"),
         (DualencError("a\x1b[2Jb\x9bc\udc80: ümlaut"), 2, "error: a\\x1b[2Jb\\x9bc\\udc80: ümlaut"),
         (DualencError("https://me:secret@h/x?key=secret: no"), 2, "error: https://h/x: no"),
-        (OSError(28, "No space left on device", "x.npy"), 2, "error: [Errno 28] No space left on device: 'x.npy'"),
-        (ModuleNotFoundError("No module named 'peft'", name="peft"), 2, "error: No module named 'peft'; install"),
-        (MemoryError(), 1, "error: not enough memory (none left); make batch_size or chunk_size smaller"),
-        (OutOfMemoryError("2 GiB"), 1, "error: not enough memory (2 GiB); make batch_size or chunk_size smaller"),
-        (ZeroDivisionError("ours"), 1, "unexpected error: ZeroDivisionError: ours; run again with --debug"),
-        (PanicException("no entry"), 1, "unexpected error: PanicException: no entry; run again with --debug"),
+        (
+            OSError(28, "No space left on device", "x.npy"),
+            2,
+            "error: [Errno 28] No space left on device: 'x.npy'",
+        ),
+        (
+            ModuleNotFoundError("No module named 'peft'", name="peft"),
+            2,
+            "error: No module named 'peft'; install",
+        ),
+        (
+            MemoryError(),
+            1,
+            "error: not enough memory (none left); make batch_size or chunk_size smaller",
+        ),
+        (
+            OutOfMemoryError("2 GiB"),
+            1,
+            "error: not enough memory (2 GiB); make batch_size or chunk_size smaller",
+        ),
+        (
+            ZeroDivisionError("ours"),
+            1,
+            "unexpected error: ZeroDivisionError: ours; run again with --debug",
+        ),
+        (
+            PanicException("no entry"),
+            1,
+            "unexpected error: PanicException: no entry; run again with --debug",
+        ),
     ],
 )
 def test_an_error_is_one_line_and_an_exit_code(
-    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException,
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fail(error, monkeypatch)
     assert cli.main(["fail"]) == code
@@ -145,7 +183,10 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "dualenc", "recipe"], stdout=writing, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "dualenc", "recipe"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(writing)
     assert done.returncode == 0

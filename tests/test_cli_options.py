@@ -80,7 +80,15 @@ def called(function: Any, *words: str) -> dict[str, Any]:
     return CALLS[0]
 
 
-DEFAULTS = {"source": "m", "data": None, "out": "o", "batch_size": 32, "rate": 0.5, "json": False, "quotes": None}
+DEFAULTS = {
+    "source": "m",
+    "data": None,
+    "out": "o",
+    "batch_size": 32,
+    "rate": 0.5,
+    "json": False,
+    "quotes": None,
+}
 DEFAULTS |= {"side": "left", "cutoffs": None, "limit": 0.9, "shown": Shown()}
 
 
@@ -112,7 +120,9 @@ def test_options_stand_anywhere(words: str, changed: dict[str, Any]) -> None:
     assert called(build, *words.split()) == {**DEFAULTS, **changed}
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "{x: 1}", "null", "#note", "", "a=b", " a\t", "-", "--- my_text"])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "{x: 1}", "null", "#note", "", "a=b", " a\t", "-", "--- my_text"]
+)
 def test_texts_are_taken_as_they_are(text: str) -> None:
     end_of_options = ["--"] if text.startswith("-") else []
     assert called(build, "--out", "o", *end_of_options, text)["source"] == text
@@ -154,13 +164,18 @@ def test_the_rest_is_passed_on() -> None:
         ("m d e --out o", "Unused Tokens: ['e']."),
         ("m --out --json", "parameter --out requires an argument."),
         ("m --out=", "--out is empty"),
-        ("m --out o --batch-size many", 'Invalid value for --batch-size: unable to convert "many" into int.'),
+        (
+            "m --out o --batch-size many",
+            'Invalid value for --batch-size: unable to convert "many" into int.',
+        ),
         ("m --out o --side top", 'Invalid value "top" for --side. Choose from: "left", "right".'),
         ("m --out o --cutoffs 1,x", 'Invalid value for CUTOFFS: unable to convert "x" into int.'),
         ("m --out o --limit x", 'Invalid value for --limit: unable to convert "x" into float.'),
     ],
 )
-def test_mistakes_are_named_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_named_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     CALLS.clear()
     assert run_function(build, *words.split()) == 2
     assert not CALLS
@@ -235,7 +250,9 @@ def test_numbers_outside_their_range_are_refused(line: str) -> None:
             app.parse_args([*words, value])
 
 
-def test_help_has_a_line_for_each_option(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_has_a_line_for_each_option(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     run_function(build, "-h")
     lines = [" ".join(line.strip("│").split()) for line in capsys.readouterr().out.splitlines()]

@@ -18,7 +18,8 @@ WORLD = 3
 
 
 def network() -> nn.ModuleDict:
-    """Two layers in use, one that only some ranks use, one that none uses, and one in another precision."""
+    """Two layers in use, one that only some ranks use, one that none uses, and one in another
+    precision."""
     torch.manual_seed(0)
     sizes = {"first": (5, 7), "second": (7, 3), "sometimes": (7, 3), "never": (4, 4)}
     layers = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()})
@@ -27,7 +28,8 @@ def network() -> nn.ModuleDict:
 
 
 def loss_of(layers: nn.ModuleDict, rank: int, part: int) -> torch.Tensor:
-    """A rank's loss; ranks above 0 use the second layer twice, and the layer that is sometimes used."""
+    """A rank's loss; ranks above 0 use the second layer twice, and the layer that is sometimes
+    used."""
     rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * rank + part))
     hidden = layers["first"](rows).relu()
     out = layers["second"](hidden)

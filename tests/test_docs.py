@@ -24,14 +24,18 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 
 def code(page: Path, language: str) -> list[str]:
     """The fenced blocks of a language, in order, without the indentation of tabs."""
-    blocks = re.findall(rf"^([ ]*)```{language}\n(.*?)^\1```", page.read_text("utf-8"), flags=re.M | re.S)
+    blocks = re.findall(
+        rf"^([ ]*)```{language}\n(.*?)^\1```", page.read_text("utf-8"), flags=re.M | re.S
+    )
     return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in blocks]
 
 
 def anchors(page: Path) -> set[str]:
     """The names by which headings can be linked to, as GitHub and mkdocs both make them."""
     headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
-    return {re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\s-]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -52,34 +56,41 @@ def test_code_is_python(page: Path) -> None:
 
 
 def test_files_of_the_architecture_exist() -> None:
-    tree = next(block for block in code(ROOT / "docs" / "design.md", "text") if block.startswith("dualenc/"))
-    folder, missing = ROOT, []
+    tree = next(
+        block for block in code(ROOT / "docs" / "design.md", "text") if block.startswith("dualenc/")
+    )
+    folders: list[Path] = [ROOT]
+    missing = []
     for line in tree.splitlines():
         name = re.match(r"( *)(\w+)/", line)
         if name:
-            folder = (ROOT / "dualenc" if name[1] else ROOT) / name[2]
-            missing += [] if folder.is_dir() else [folder]
-        missing += [folder / file for file in re.findall(r"\b\w+\.py\b", line) if not lies_in(file, folder)]
+            depth = len(name[1]) // 2
+            folders = [*folders[: depth + 1], folders[depth] / name[2]]
+            missing += [] if folders[-1].is_dir() else [folders[-1]]
+        inside = folders if name else folders[: (len(line) - len(line.lstrip())) // 2 + 1]
+        files = re.findall(r"\b\w+\.py\b", line)
+        missing += [inside[-1] / file for file in files if not (inside[-1] / file).is_file()]
     assert not missing
 
 
-def lies_in(file: str, folder: Path) -> bool:
-    """Files named on a package's last line, below its folders, lie in the package itself."""
-    return (folder / file).is_file() or (folder.parent / file).is_file()
-
-
-def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_hardest_negative_met() -> None:
+def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_hardest_negative_met() -> (
+    None
+):
     definition, imports = code(ROOT / "CONTRIBUTING.md", "python")[:2]
     names: dict[str, Any] = {}
     exec("from __future__ import annotations\n" + imports + definition, names)
     generator = torch.Generator().manual_seed(0)
-    tables = torch.nn.functional.normalize(torch.randn(2, 9, 5, generator=generator, dtype=torch.float64), dim=2)
+    tables = torch.nn.functional.normalize(
+        torch.randn(2, 9, 5, generator=generator, dtype=torch.float64), dim=2
+    )
     left, right = tables[0].requires_grad_(), tables[1].requires_grad_()
     criterion = names["HardestMet"](num_left=9, temperature=0.2)
 
     def loss(ids: list[int]) -> torch.Tensor:
         rows = torch.tensor(ids)
-        return criterion(left[rows], right[rows], rows, encode=lambda s, i: (left if s == "left" else right)[i]).loss
+        return criterion(
+            left[rows], right[rows], rows, encode=lambda s, i: (left if s == "left" else right)[i]
+        ).loss
 
     met: dict[tuple[str, int], int] = {}
     for ids in ([0, 1, 2, 3], [4, 5, 6], [0, 4, 7], [8, 0, 5]):
@@ -88,11 +99,15 @@ def test_objective_of_the_contributing_guide_is_the_softmax_over_batch_and_harde
             for i in ids:
                 negatives = {j for j in [*ids, met.get((side, i), i)] if j != i}
                 scores = {j: own[i] @ others[j] / 0.2 for j in negatives}
-                expected.append(torch.stack(list(scores.values())).logsumexp(0) - own[i] @ others[i] / 0.2)
+                expected.append(
+                    torch.stack(list(scores.values())).logsumexp(0) - own[i] @ others[i] / 0.2
+                )
                 met[side, i] = max(scores, key=lambda j: float(scores[j].detach()))
         found, slow = loss(ids), torch.stack(expected).mean()
         torch.testing.assert_close(found, slow, rtol=1e-6, atol=1e-7)
-        gradients = [torch.cat(torch.autograd.grad(value, [left, right])) for value in (found, slow)]
+        gradients = [
+            torch.cat(torch.autograd.grad(value, [left, right])) for value in (found, slow)
+        ]
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
 
 
@@ -107,10 +122,13 @@ def test_entry_points_have_the_signatures_of_the_code(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     import entry_points
 
-    assert entry_points.PAGE.read_text("utf-8") == entry_points.page(), "run python docs/entry_points.py"
+    assert entry_points.PAGE.read_text("utf-8") == entry_points.page(), (
+        "run python docs/entry_points.py"
+    )
     stub = entry_points.stub(Changed, "open")
     assert (
-        stub == "    @classmethod\n    def open(cls, folder: str, *, verify: bool = True, **more: int) -> Changed: ..."
+        stub
+        == "    @classmethod\n    def open(cls, folder: str, *, verify: bool = True, **more: int) -> Changed: ..."
     )
 
 
@@ -126,11 +144,25 @@ def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     for name in ("mkdocs.yml", "docs", "dualenc", "eval"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    fetched = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+stylesheet[^>]+//""")
-    assert not [page for page in (tmp_path / "site").rglob("*.html") if fetched.search(page.read_text("utf-8"))]
+    fetched = re.compile(
+        r"""<(?:script|img|iframe)[^>]+src=["']?(?:https?:)?//|<link[^>]+stylesheet[^>]+//"""
+    )
+    assert not [
+        page
+        for page in (tmp_path / "site").rglob("*.html")
+        if fetched.search(page.read_text("utf-8"))
+    ]
     # All commands with their arguments, from the program itself.
     commands = (tmp_path / "site" / "commands" / "index.html").read_text("utf-8")
     shown = " ".join(html.unescape(re.sub(r"<[^>]+>", "", commands)).split())
@@ -175,7 +207,9 @@ SEARCHED = [
 
 @pytest.mark.parametrize("words", SEARCHED)
 def test_what_people_search_for_has_an_entry(words: str) -> None:
-    sections = re.split(r"^#+ ", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), flags=re.M)
+    sections = re.split(
+        r"^#+ ", (ROOT / "docs" / "troubleshooting.md").read_text("utf-8"), flags=re.M
+    )
     entries = sections[2:]  # without the table of contents
     headings = [
         heading
@@ -184,7 +218,9 @@ def test_what_people_search_for_has_an_entry(words: str) -> None:
         for heading in re.findall(r"^#+ (.+)$", page.read_text("utf-8"), flags=re.M)
     ]
     pattern = re.compile(rf"(?<!\w){re.escape(words)}", flags=re.I)
-    assert any(map(pattern.search, [*entries, *headings])), f"{words!r}: no heading and no entry of troubleshooting.md"
+    assert any(map(pattern.search, [*entries, *headings])), (
+        f"{words!r}: no heading and no entry of troubleshooting.md"
+    )
 
 
 def test_entries_of_troubleshooting_give_a_command_or_a_page() -> None:
@@ -192,4 +228,6 @@ def test_entries_of_troubleshooting_give_a_command_or_a_page() -> None:
     entries = re.split(r"^### ", page, flags=re.M)[1:]
     assert len(entries) >= 30
     for entry in entries:
-        assert re.search(r"`[^`]*dualenc|```|\]\([\w#-]", entry), f"no way out: {entry.splitlines()[0]}"
+        assert re.search(r"`[^`]*dualenc|```|\]\([\w#-]", entry), (
+            f"no way out: {entry.splitlines()[0]}"
+        )

@@ -1,4 +1,5 @@
-"""The scripts of recipes/launch that embed on a cluster write the folder that one process writes."""
+"""The scripts of recipes/launch that embed on a cluster write the folder that one process
+writes."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def check_as_alone(arguments: list[str], tmp_path: Path) -> None:
 
 
 def test_tasks_of_a_slurm_array_share_a_folder(arguments: list[str], tmp_path: Path) -> None:
-    tasks = [start("embed_slurm.py", arguments, SLURM_ARRAY_TASK_ID=str(number)) for number in range(3)]
+    tasks = [
+        start("embed_slurm.py", arguments, SLURM_ARRAY_TASK_ID=str(number)) for number in range(3)
+    ]
     # One task is lost with its node.
     tasks[2].kill()
     tasks[2].communicate()
@@ -79,7 +82,8 @@ def test_a_script_is_short(script: str) -> None:
 
 
 def test_sbatch_reads_the_directives() -> None:
-    """It takes lines that begin with #SBATCH, up to the first that is no comment (its manual page)."""
+    """It takes lines that begin with #SBATCH, up to the first that is no comment (its manual
+    page)."""
     lines = (LAUNCH / "embed_slurm.py").read_text().partition('"""')[0].splitlines()
     assert all(line.startswith("#") for line in lines)
     names = [line.split()[1].partition("=")[0] for line in lines if line.startswith("#SBATCH ")]

@@ -29,7 +29,9 @@ def test_text(main: Callable[..., Any], tmp_path: Path) -> None:
     assert result.before["ndcg@10"] < 0.4
     assert result.metrics["ndcg@10"] > 0.9
     published = SentenceTransformer(str(result.model_folder), device="cpu")
-    query, couch, lamp = published.encode(["crimson timber sofa", "couch of wood in red", "lamp of glass in blue"])
+    query, couch, lamp = published.encode(
+        ["crimson timber sofa", "couch of wood in red", "lamp of glass in blue"]
+    )
     assert query @ couch > query @ lamp
 
 

@@ -1,4 +1,5 @@
-"""Nothing is ever half-written: whatever kills a writer, a complete old or a complete new version is found."""
+"""Nothing is ever half-written: whatever kills a writer, a complete old or a complete new version
+is found."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ import pytest
 
 from dualenc import cli
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.lines import read_records, read_texts
+from dualenc.data.readers.lines import read_records, read_texts
 from dualenc.errors import DualencError
 from dualenc.evaluation.zero_shot import read_templates
-from dualenc.files import (
+from dualenc.io.files import (
     atomic_folder,
     atomic_path,
     check_folder_target,
@@ -34,8 +35,8 @@ from dualenc.files import (
     removed_if_refused,
     write_json,
 )
-from dualenc.reading import read_json, read_json_object
-from dualenc.recipe import _read_yaml
+from dualenc.io.reading import read_json, read_json_object
+from dualenc.recipe.resolve import _read_yaml
 
 FORK = multiprocessing.get_context("fork")
 FILES = ("a.txt", "b.txt", "deep/c.txt")
@@ -81,7 +82,8 @@ def is_killed(work: Callable[..., None], *arguments: Any) -> bool:
 
 
 def dead_writer(target: Path, **written: str) -> None:
-    """What a killed writer left: a folder with a lock that nobody holds, and versions under `new` and `old`."""
+    """What a killed writer left: a folder with a lock that nobody holds, and versions under `new`
+    and `old`."""
     work = target.with_name(f".{target.name}.part")
     work.mkdir()
     (work / "lock").touch()
@@ -90,7 +92,9 @@ def dead_writer(target: Path, **written: str) -> None:
 
 
 @contextmanager
-def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0) -> Iterator[None]:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int = 0
+) -> Iterator[None]:
     """`os` fails in a function, from its n-th call on."""
     function = getattr(os, name)
     calls = iter(range(10**6))
@@ -106,8 +110,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, after: int 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "before"), [("replace", "old"), ("create", "none"), ("recover", "new")])
-def test_a_kill_at_every_step_leaves_a_complete_version(tmp_path: Path, case: str, before: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "before"), [("replace", "old"), ("create", "none"), ("recover", "new")]
+)
+def test_a_kill_at_every_step_leaves_a_complete_version(
+    tmp_path: Path, case: str, before: str
+) -> None:
     def work(target: Path, step: int) -> None:
         die_at(step)
         recover(target) if case == "recover" else write_folder(target, "new")
@@ -172,7 +180,10 @@ def test_a_living_writer_is_left_alone_until_it_is_killed(tmp_path: Path) -> Non
         time.sleep(0.01)
     recover(target, unfinished=True)
     assert (tmp_path / ".index.part" / "new-index").is_dir()
-    with pytest.raises(DualencError, match="another dualenc process is writing"), locked(target, wait=False):
+    with (
+        pytest.raises(DualencError, match="another dualenc process is writing"),
+        locked(target, wait=False),
+    ):
         pass
     living.kill()
     living.join()
@@ -244,7 +255,8 @@ def test_a_full_disk_leaves_the_old_version_and_is_one_line(
         assert cli.main(["fill"]) == 2
     told = capsys.readouterr().err
     assert re.fullmatch(
-        rf"dualenc: error: {tmp_path}/index: the disk is full \(.* MiB are free in .*\); free .*\n", told
+        rf"dualenc: error: {tmp_path}/index: the disk is full \(.* MiB are free in .*\); free .*\n",
+        told,
     )
     assert version_of(tmp_path / "index") == "old"
     assert os.listdir(tmp_path) == ["index"]
@@ -253,18 +265,27 @@ def test_a_full_disk_leaves_the_old_version_and_is_one_line(
 def test_a_folder_that_cannot_be_put_back_at_once_is_restored_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing can be renamed any more once the old folder has moved, as on a network disk that went away."""
+    """Nothing can be renamed any more once the old folder has moved, as on a network disk that went
+    away."""
     target = tmp_path / "index"
     write_folder(target, "old")
-    with failing(monkeypatch, "replace", errno.EIO, after=1), pytest.raises(OSError, match="Input/output error"):
+    with (
+        failing(monkeypatch, "replace", errno.EIO, after=1),
+        pytest.raises(OSError, match="Input/output error"),
+    ):
         write_folder(target, "new")
-    with failing(monkeypatch, "replace", errno.EIO), pytest.raises(DualencError, match="left it in"):
+    with (
+        failing(monkeypatch, "replace", errno.EIO),
+        pytest.raises(DualencError, match="left it in"),
+    ):
         recover(target)
     recover(target)
     assert version_of(target) == "new"
 
 
-def test_relative_and_current_folders_and_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_current_folders_and_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("index").mkdir()
     Path("link").symlink_to("index")
@@ -293,13 +314,19 @@ def test_a_folder_replaces_no_other_kind(tmp_path: Path, name: str) -> None:
     assert path.read_text() == "years of work"
 
 
-def test_a_mount_point_is_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mount_point_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cannot be renamed; files may be written into it."""
-    monkeypatch.setattr(os.path, "ismount", lambda path: os.fspath(path) == os.path.realpath(tmp_path / "volume"))
+    monkeypatch.setattr(
+        os.path, "ismount", lambda path: os.fspath(path) == os.path.realpath(tmp_path / "volume")
+    )
     (tmp_path / "volume").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "volume")
     for name in ("volume", "link"):
-        with pytest.raises(DualencError, match="is a mount point, which cannot be replaced; name a folder in it"):
+        with pytest.raises(
+            DualencError, match="is a mount point, which cannot be replaced; name a folder in it"
+        ):
             write_folder(tmp_path / name, "new")
         check_folder_target(tmp_path / name, lambda folder: False, "run")
     write_folder(tmp_path / "volume" / "inside", "new")
@@ -323,7 +350,7 @@ def test_a_refusal_leaves_finished_work_or_nothing(
             for name in files:
                 write_json(tmp_path / "new" / name, {})
             with atomic_path(tmp_path / "new" / "half"):
-                raise error
+                raise error("refused")
 
     with pytest.raises(error):
         write()
@@ -355,7 +382,9 @@ def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> Non
         ("recipe.yaml", "model: 1\n", _read_yaml),
     ],
 )
-def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, name: str, text: str, read: Any) -> None:
+def test_a_byte_order_mark_is_no_part_of_a_text(
+    tmp_path: Path, name: str, text: str, read: Any
+) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     plain = read(tmp_path / name)
     (tmp_path / name).write_text(text, encoding="utf-8-sig")

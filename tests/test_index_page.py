@@ -1,4 +1,5 @@
-"""The page "Your index stays valid": its commands and its Python, in their order, on a small index."""
+"""The page "Your index stays valid": its commands and its Python, in their order, on a small
+index."""
 
 from __future__ import annotations
 
@@ -19,18 +20,24 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the page names: index, clicks.csv, my_beir, other_beir, more.jsonl, MODEL and NEW_MODEL."""
+    """A folder with what the page names: index, clicks.csv, my_beir, other_beir, more.jsonl, MODEL
+    and NEW_MODEL."""
     monkeypatch.chdir(tmp_path)
     toy.text_model(tmp_path / "MODEL")
     toy.text_model(tmp_path / "NEW_MODEL", seed=1)
     toy.write_beir(tmp_path / "my_beir", documents=300, queries=60)
     toy.write_beir(tmp_path / "other_beir", documents=50, queries=8, seed=1)
     assert main(["index", "MODEL", "my_beir", "--out", "index", "--texts"]) == 0
-    documents = [json.loads(line) for line in (tmp_path / "my_beir" / "corpus.jsonl").read_text().splitlines()]
+    documents = [
+        json.loads(line)
+        for line in (tmp_path / "my_beir" / "corpus.jsonl").read_text().splitlines()
+    ]
     with open(tmp_path / "clicks.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["query", "document_id"])
-        writer.writerows([" ".join(document["text"].split()[:3]), document["_id"]] for document in documents)
+        writer.writerows(
+            [" ".join(document["text"].split()[:3]), document["_id"]] for document in documents
+        )
     (tmp_path / "more.jsonl").write_text('{"_id": "new", "text": "wing flow"}\n')
     return tmp_path
 
@@ -42,7 +49,8 @@ def commands() -> list[list[str]]:
 
 
 def test_every_command_and_the_python_run(shop: Path) -> None:
-    """In their order, as a reader types them; the index answers in between and holds the new document at the end."""
+    """In their order, as a reader types them; the index answers in between and holds the new
+    document at the end."""
     assert len(commands()) >= 8
     (python,) = code(PAGE, "python")
     for words in commands():

@@ -1,4 +1,5 @@
-"""The configurations of recipes/launch start what they say: ranks on one machine, on several, and under SLURM."""
+"""The configurations of recipes/launch start what they say: ranks on one machine, on several, and
+under SLURM."""
 
 from __future__ import annotations
 
@@ -37,7 +38,12 @@ def recipe(tmp_path: Path) -> Path:
         "model": {"class_path": "VectorEncoder", "init_args": {"dim": 8, "tower": "linear"}},
         "data": {"class_path": "VectorPairs", "init_args": data},
         "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
-        "trainer": {"output": str(tmp_path / "run"), "batch_size": 8, "max_steps": STEPS, "save_every": 20},
+        "trainer": {
+            "output": str(tmp_path / "run"),
+            "batch_size": 8,
+            "max_steps": STEPS,
+            "save_every": 20,
+        },
     }
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(settings))
     return tmp_path / "mine.yaml"
@@ -52,7 +58,12 @@ def alone(recipe: Path, tmp_path: Path) -> Path:
 
 def start(*words: object, **environment: object) -> subprocess.Popen[str]:
     """A command in a session of its own, as on a machine of its own."""
-    own = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    own = {
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+    }
     own["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     own |= {name: str(value) for name, value in environment.items()}
     return subprocess.Popen(
@@ -85,8 +96,21 @@ def end(process: subprocess.Popen[str], seconds: float = 240) -> tuple[int, str]
 
 def nodes(recipe: Path) -> list[subprocess.Popen[str]]:
     """The same run on two machines with one process each."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", LAUNCH / "several_nodes.yaml"]
-    command += ["--main_process_ip", "127.0.0.1", "--main_process_port", free_port(), "--num_processes", 2]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        LAUNCH / "several_nodes.yaml",
+    ]
+    command += [
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        free_port(),
+        "--num_processes",
+        2,
+    ]
     run = ("-m", "dualenc", "train", recipe)
     return [start(*command, "--machine_rank", rank, *run) for rank in range(2)]
 
@@ -110,7 +134,8 @@ def test_a_lost_machine_ends_the_run_which_is_resumed_with_another_number(
 
 
 SRUN = """#!/bin/bash
-# Stands in for SLURM: starts the tasks, and passes USR1 on to all of them, as `--signal` without B: does.
+# Stands in for SLURM: starts the tasks, and passes USR1 on to all of them, as `--signal` without B:
+# does.
 while [[ $1 == --* ]]; do shift; done
 pids=()
 for task in $(seq 0 $((SLURM_NTASKS - 1))); do
@@ -130,13 +155,19 @@ if [ "$1" = requeue ]; then echo "requeued $2"; else echo 127.0.0.1; fi
 
 
 @pytest.mark.nightly
-def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(tmp_path: Path, recipe: Path, alone: Path) -> None:
+def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(
+    tmp_path: Path, recipe: Path, alone: Path
+) -> None:
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    environment: dict[str, object] = {"SLURM_JOB_ID": os.getpid(), "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+    environment: dict[str, object] = {
+        "SLURM_JOB_ID": os.getpid(),
+        "SLURM_NTASKS": 2,
+        "SLURM_NTASKS_PER_NODE": 2,
+    }
     environment |= {"SLURM_JOB_NODELIST": "here", "TASKS": tmp_path / "tasks"}
     environment["PATH"] = f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     job = start("bash", LAUNCH / "slurm.sh", recipe, **environment)

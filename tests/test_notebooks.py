@@ -1,4 +1,5 @@
-"""The notebooks run at a small size, where what they assert must hold; the outputs in them are of a full run."""
+"""The notebooks run at a small size, where what they assert must hold; the outputs in them are of a
+full run."""
 
 from __future__ import annotations
 
@@ -32,6 +33,8 @@ def test_notebook(name: str, figures: int, tmp_path: Path, monkeypatch: pytest.M
         if cell.cell_type == "code":
             cell.outputs = []
     monkeypatch.setenv("DUALENC_SHORT_NOTEBOOKS", "1")
-    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(
+        notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()  # raises the error of the first cell that fails
     assert len(outputs(notebook, "image/png")) == figures

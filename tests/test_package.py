@@ -51,9 +51,18 @@ def test_all_files_have_the_same_version() -> None:
 
 
 def test_extras_that_errors_and_documents_name_exist() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py"), *SOURCES]
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*.py"),
+        *SOURCES,
+    ]
     text = "\n".join(page.read_text("utf-8") for page in pages)
-    named = {name for names in re.findall(r"""["'](?:dualenc|\.)\[([\w,]+)\]["']""", text) for name in names.split(",")}
+    named = {
+        name
+        for names in re.findall(r"""["'](?:dualenc|\.)\[([\w,]+)\]["']""", text)
+        for name in names.split(",")
+    }
     assert {"plots", "lora", "test"} <= named
     assert named <= set(EXTRAS)
 
@@ -72,7 +81,9 @@ def test_every_imported_package_is_required_by_name() -> None:
     imported = {module for path in SOURCES for module in imported_modules(path)}
     for module in imported - sys.stdlib_module_names - {"dualenc"}:
         names = {distribution(name) for name in providers[module]}
-        assert names & (required | optional), f"pyproject.toml does not require the package of {module}"
+        assert names & (required | optional), (
+            f"pyproject.toml does not require the package of {module}"
+        )
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -91,8 +102,19 @@ def test_the_wheel_holds_recipes_and_templates_and_no_tests(tmp_path: Path) -> N
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("dualenc", "tests"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path / "dist", tmp_path]
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", ".*_cache")
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        tmp_path / "dist",
+        tmp_path,
+    ]
     subprocess.run(command, check=True, capture_output=True)
     [wheel] = (tmp_path / "dist").iterdir()
     with ZipFile(wheel) as archive:
@@ -100,5 +122,9 @@ def test_the_wheel_holds_recipes_and_templates_and_no_tests(tmp_path: Path) -> N
         metadata = archive.read(f"dualenc-{PROJECT['version']}.dist-info/METADATA").decode()
     copied = [path for path in (tmp_path / "dualenc").rglob("*") if path.is_file()]
     assert files == {str(path.relative_to(tmp_path)) for path in copied} - {"dualenc/ruff.toml"}
-    assert {"dualenc/py.typed", "dualenc/recipes/text_pairs.yaml", "dualenc/recipes/launch/slurm.sh"} <= files
+    assert {
+        "dualenc/py.typed",
+        "dualenc/recipes/text_pairs.yaml",
+        "dualenc/recipes/launch/slurm.sh",
+    } <= files
     assert "Author: dualenc contributors" in metadata

@@ -9,8 +9,8 @@ import yaml
 from dualenc import cli
 from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
-from dualenc.recipe import _read_yaml, make_recipe, read_recipe
-from dualenc.recipe_yaml import dump_recipe
+from dualenc.recipe.resolve import _read_yaml, make_recipe, read_recipe
+from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training.log import read_metrics
 from tests.commands import toy
 
@@ -20,23 +20,41 @@ def folder(tmp_path_factory):
     """A BEIR folder of 16 queries and documents, and a tokenizer."""
     from dualenc.encoders import train_tokenizer
 
-    folder = toy.write_beir(tmp_path_factory.mktemp("beir") / "toy", documents=32, queries=16, split="train")
+    folder = toy.write_beir(
+        tmp_path_factory.mktemp("beir") / "toy", documents=32, queries=16, split="train"
+    )
     train_tokenizer([" ".join(toy.WORDS)] * 3, 300).save_pretrained(folder / "tokenizer")
     return folder
 
 
 @pytest.fixture
 def settings(folder, tmp_path):
-    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return {
         "model": {
             "class_path": "TextEncoder",
-            "init_args": {"config": {**bert, "intermediate_size": 16}, "tokenizer": str(folder / "tokenizer")},
+            "init_args": {
+                "config": {**bert, "intermediate_size": 16},
+                "tokenizer": str(folder / "tokenizer"),
+            },
         },
         "data": {"class_path": "BeirPairs", "init_args": {"path": str(folder)}},
         "objective": {"class_path": "SogCLR", "init_args": {"temperature": 0.1}},
-        "evaluator": {"class_path": "RetrievalEvaluator", "init_args": {"path": str(folder), "split": "train"}},
-        "trainer": {"output": str(tmp_path / "run"), "batch_size": 4, "progress": False, "log_every": 2},
+        "evaluator": {
+            "class_path": "RetrievalEvaluator",
+            "init_args": {"path": str(folder), "split": "train"},
+        },
+        "trainer": {
+            "output": str(tmp_path / "run"),
+            "batch_size": 4,
+            "progress": False,
+            "log_every": 2,
+        },
     }
 
 
@@ -52,8 +70,16 @@ def test_parts_know_of_one_another_through_links(settings):
     settings["trainer"]["seed"] = 5
     parts = make_recipe(settings).build()
     assert type(parts["objective"]).__name__ == "SogCLR"
-    assert (parts["objective"].num_left, parts["objective"].num_right, parts["objective"].views) == (16, 32, False)
-    assert (parts["batching"].num_pairs, parts["batching"].batch_size, parts["batching"].seed) == (16, 4, 5)
+    assert (
+        parts["objective"].num_left,
+        parts["objective"].num_right,
+        parts["objective"].views,
+    ) == (16, 32, False)
+    assert (parts["batching"].num_pairs, parts["batching"].batch_size, parts["batching"].seed) == (
+        16,
+        4,
+        5,
+    )
     assert parts["objective"].seed == 5
     assert parts["evaluator"].primary == "ndcg@10"
 
@@ -105,16 +131,25 @@ def test_an_override_is_yaml_or_text_as_typed(recipe, tmp_path, key, text, value
 
 def test_folders_below_home(recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
-    assert read_recipe(recipe, ["trainer.output=~/runs"]).settings["trainer"]["output"] == "/somewhere/runs"
+    assert (
+        read_recipe(recipe, ["trainer.output=~/runs"]).settings["trainer"]["output"]
+        == "/somewhere/runs"
+    )
 
 
 def test_an_override_within_an_earlier_one(recipe):
-    changes = ["model.config={model_type: bert}", "model.config.hidden_size=8", "model.config.hidden_act=gelu"]
+    changes = [
+        "model.config={model_type: bert}",
+        "model.config.hidden_size=8",
+        "model.config.hidden_act=gelu",
+    ]
     config = read_recipe(recipe, changes).settings["model"]["init_args"]["config"]
     assert config == {"model_type": "bert", "hidden_size": 8, "hidden_act": "gelu"}
 
 
-@pytest.mark.parametrize("objective", [{"class_path": "SogCLR", "init_args": None}, {"class_path": "SogCLR"}])
+@pytest.mark.parametrize(
+    "objective", [{"class_path": "SogCLR", "init_args": None}, {"class_path": "SogCLR"}]
+)
 def test_an_override_of_a_class_without_arguments(settings, tmp_path, objective):
     (tmp_path / "short.yaml").write_text(yaml.safe_dump(settings | {"objective": objective}))
     resolved = read_recipe(tmp_path / "short.yaml", ["objective.gamma=0.3"]).settings
@@ -188,14 +223,20 @@ REFUSALS = [
         "data={class_path: Mixture, init_args: {sources: {faq: x}}}",
         "data.sources.faq is 'x'; it must name a class of type PairDataset",
     ),
-    ("data={class_path: Mixture, init_args: {sources: [faq]}}", r"data.sources is \['faq'\]; it must name several"),
+    (
+        "data={class_path: Mixture, init_args: {sources: [faq]}}",
+        r"data.sources is \['faq'\]; it must name several",
+    ),
     (
         "evaluator.pairs={class_path: BeirPairs, path: x}",
         "evaluator.pairs.path is an argument of BeirPairs; write evaluator.pairs.init_args.path",
     ),
     ("evaluator.pairs={class_path: BeirPairs, x: x}", "evaluator.pairs.x is not a key of a class"),
     ("trainer.temperature=1", r"trainer\.temperature is not a key of Trainer$"),
-    ("trainer.freeze=[!!binary aGk=]", "trainer.freeze is no plain data .*bytes.*; give texts, numbers"),
+    (
+        "trainer.freeze=[!!binary aGk=]",
+        "trainer.freeze is no plain data .*bytes.*; give texts, numbers",
+    ),
 ]
 
 
@@ -233,7 +274,10 @@ def mixture(settings, folder):
         return {"class_path": "BeirPairs", "init_args": {"path": str(folder)}}
 
     sources = {"first": source(), "second": source()}
-    settings["data"] = {"class_path": "Mixture", "init_args": {"sources": sources, "weights": {"second": 2}}}
+    settings["data"] = {
+        "class_path": "Mixture",
+        "init_args": {"sources": sources, "weights": {"second": 2}},
+    }
     return settings
 
 
@@ -253,10 +297,15 @@ def test_several_sources_in_one_recipe(mixture, tmp_path, folder):
     assert parts["data"].source_weights == {"first": 0.5, "second": 2.0}
     assert parts["data"][20].left.startswith("q: ")
     assert (parts["objective"].num_left, parts["objective"].num_right) == (32, 64)
-    assert parts["trainer"].fit(parts["model"], parts["data"], parts["objective"]).steps == (8 + 32) // 4
+    assert (
+        parts["trainer"].fit(parts["model"], parts["data"], parts["objective"]).steps
+        == (8 + 32) // 4
+    )
 
 
-def test_the_same_data_in_another_folder_is_resumed_and_other_data_is_not(mixture, tmp_path, folder):
+def test_the_same_data_in_another_folder_is_resumed_and_other_data_is_not(
+    mixture, tmp_path, folder
+):
     path, moved = tmp_path / "mixture.yaml", tmp_path / "moved"
     path.write_text(yaml.safe_dump(mixture | {"evaluator": None}))
     shutil.copytree(folder, moved)
@@ -270,7 +319,8 @@ def test_the_same_data_in_another_folder_is_resumed_and_other_data_is_not(mixtur
 
 
 def test_plain_values_are_those_of_yaml_1_2(tmp_path):
-    """In YAML 1.1, as PyYAML reads it, `no` is false, 1e-3 is text, 1:30 is 90, 010 is 8 and 2001-01-01 a date."""
+    """In YAML 1.1, as PyYAML reads it, `no` is false, 1e-3 is text, 1:30 is 90, 010 is 8 and
+    2001-01-01 a date."""
     path = tmp_path / "values.yaml"
     path.write_text(
         "{a: no, b: 1e-3, c: 1:30, d: 010, e: 2001-01-01, f: true, g: ~, h: -7, i: .5, j: 1_0, k: 0, l: +1.5e3}"
@@ -312,12 +362,17 @@ def test_what_a_part_refuses_is_one_line_with_its_key(recipe, override, message,
 
 
 @pytest.mark.slow
-def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(recipe, folder, tmp_path, capsys):
+def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(
+    recipe, folder, tmp_path, capsys
+):
     words = ["train", recipe, "trainer.max_steps=3", "trainer.save_every=2"]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out.splitlines()
     run = tmp_path / "run"
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line] == [2, 3]
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl") if "loss" in line] == [
+        2,
+        3,
+    ]
     lines = [line.removeprefix("next:  ") for line in shown if line.startswith("next:")]
     assert lines == [
         f"dualenc report {run}",
@@ -331,38 +386,90 @@ def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(recipe, 
 
 
 RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}
-TABLE = {"class_path": "dualenc.data.TablePairs", "init_args": {"path": "my data.csv", "right_column": "b"}}
+TABLE = {
+    "class_path": "dualenc.data.TablePairs",
+    "init_args": {"path": "my data.csv", "right_column": "b"},
+}
 MINED = {"class_path": "dualenc.data.MinedPairs", "init_args": {"path": "mined.jsonl"}}
-DEV = {"path": "dev.csv", "left_column": "a", "right_column": "b", "right_modality": "text", "quotes": False}
+DEV = {
+    "path": "dev.csv",
+    "left_column": "a",
+    "right_column": "b",
+    "right_modality": "text",
+    "quotes": False,
+}
 DEV_OPTIONS = "dev.csv --left-column a --right-column b --right-modality text --no-quotes"
 ON_DEV = RETRIEVAL | {"init_args": {"path": "a", "split": "dev"}}
 HELD_OUT = RETRIEVAL | {"init_args": {"pairs": TABLE | {"init_args": DEV}}}
 
 
 VIEWS = TABLE | {"init_args": {"path": "t.csv", "image_column": "photo", "label_column": "kind"}}
-KNN = {"class_path": "KNNEvaluator", "init_args": {"train": VIEWS, "test": VIEWS | {"init_args": {"path": "v.csv"}}}}
+KNN = {
+    "class_path": "KNNEvaluator",
+    "init_args": {"train": VIEWS, "test": VIEWS | {"init_args": {"path": "v.csv"}}},
+}
 
 
 def with_arguments(**arguments):
-    return TABLE | {"init_args": {"path": "d", "left_column": "a", "right_column": "b", **arguments}}
+    return TABLE | {
+        "init_args": {"path": "d", "left_column": "a", "right_column": "b", **arguments}
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "data", "evaluator", "evaluated", "indexed"),
     [
         ("query-document", TABLE, None, "retrieval DATA", "'my data.csv' --text-column b"),
-        ("query-document", TABLE, HELD_OUT, f"retrieval {DEV_OPTIONS}", "'my data.csv' --text-column b"),
+        (
+            "query-document",
+            TABLE,
+            HELD_OUT,
+            f"retrieval {DEV_OPTIONS}",
+            "'my data.csv' --text-column b",
+        ),
         ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DATA"),
-        ("query-document", with_arguments(split="pairs"), None, "retrieval DATA", "d --split pairs --text-column b"),
-        ("query-document", with_arguments(quotes=True), None, "retrieval DATA", "d --quotes --text-column b"),
-        ("query-document", with_arguments(quotes=False), None, "retrieval DATA", "d --no-quotes --text-column b"),
+        (
+            "query-document",
+            with_arguments(split="pairs"),
+            None,
+            "retrieval DATA",
+            "d --split pairs --text-column b",
+        ),
+        (
+            "query-document",
+            with_arguments(quotes=True),
+            None,
+            "retrieval DATA",
+            "d --quotes --text-column b",
+        ),
+        (
+            "query-document",
+            with_arguments(quotes=False),
+            None,
+            "retrieval DATA",
+            "d --no-quotes --text-column b",
+        ),
         ("vector", with_arguments(), None, "retrieval DATA", "d --vector-column b"),
         ("image", VIEWS, KNN, "probe v.csv --train t.csv", "t.csv --image-column photo"),
-        ("image-text", with_arguments(path="c.csv"), None, "image-text DATA", "c.csv --image-column a --id-column a"),
-        ("image-text", with_arguments(path="c.parquet"), None, "image-text DATA", "c.parquet --image-column a"),
+        (
+            "image-text",
+            with_arguments(path="c.csv"),
+            None,
+            "image-text DATA",
+            "c.csv --image-column a --id-column a",
+        ),
+        (
+            "image-text",
+            with_arguments(path="c.parquet"),
+            None,
+            "image-text DATA",
+            "c.parquet --image-column a",
+        ),
     ],
 )
-def test_next_commands_name_the_data_that_a_command_can_read(kind, data, evaluator, evaluated, indexed, tmp_path):
+def test_next_commands_name_the_data_that_a_command_can_read(
+    kind, data, evaluator, evaluated, indexed, tmp_path
+):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "dualenc.json").write_text(f'{{"kind": "{kind}"}}')
     words = next_commands(tmp_path / "model", {"data": data, "evaluator": evaluator})

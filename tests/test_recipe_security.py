@@ -1,4 +1,5 @@
-"""A recipe is untrusted: whatever it names, nothing outside dualenc is imported, called or opened before it is refused.
+"""A recipe is untrusted: whatever it names, nothing outside dualenc is imported, called or opened
+before it is refused.
 
 Each payload would leave a canary file behind, or import a module that does, if it had its way.
 """
@@ -18,8 +19,8 @@ import yaml
 
 from dualenc import cli
 from dualenc.errors import DualencError
-from dualenc.recipe import SECTIONS, make_recipe, read_recipe
-from dualenc.recipe_check import build, parameters
+from dualenc.recipe.check import build, parameters
+from dualenc.recipe.resolve import SECTIONS, make_recipe, read_recipe
 
 EVIL = "dualenc_evil_canary"
 """A module that exists in each test, and writes the canary when it is imported."""
@@ -68,19 +69,37 @@ SHELL = "{shell}"
 
 PAYLOADS: dict[str, tuple[str, Any]] = {
     "os.system": ("model.init_args.augment", call("os.system", command=SHELL)),
-    "numpy.load as a path": ("data.init_args.path", call("numpy.load", file="evil.npy", allow_pickle=True)),
+    "numpy.load as a path": (
+        "data.init_args.path",
+        call("numpy.load", file="evil.npy", allow_pickle=True),
+    ),
     "a class": ("objective.class_path", f"{EVIL}.X"),
     "in a list": ("trainer.freeze", ["left.*", call(f"{EVIL}.X")]),
-    "deep in a dict": ("model.init_args.backbone_args", {"a": {"b": [{"c": call("os.system", command=SHELL)}]}}),
+    "deep in a dict": (
+        "model.init_args.backbone_args",
+        {"a": {"b": [{"c": call("os.system", command=SHELL)}]}},
+    ),
     "as the name of a function": ("model.init_args.augment", f"{EVIL}.run"),
     "as a file to include": ("model.init_args.augment", "inner.yaml"),
     "as a section to include": ("objective", "inner.yaml"),
-    "as free data": ("model.init_args.backbone_args", call("subprocess.Popen", args=SHELL, shell=True)),
-    "as free data without arguments": ("model.init_args.backbone_args", {"class_path": f"{EVIL}.X"}),
+    "as free data": (
+        "model.init_args.backbone_args",
+        call("subprocess.Popen", args=SHELL, shell=True),
+    ),
+    "as free data without arguments": (
+        "model.init_args.backbone_args",
+        {"class_path": f"{EVIL}.X"},
+    ),
     "dict_kwargs": ("objective.dict_kwargs", {"x": call(f"{EVIL}.X")}),
-    "through a module of ours": ("model.init_args.augment", call("dualenc.cli.os.system", command=SHELL)),
-    "a function of ours": ("model.init_args.augment", call("dualenc.files.remove", path="keep")),
-    "a class of ours for another place": ("model.init_args.augment", call("dualenc.data.TableViews", path="x")),
+    "through a module of ours": (
+        "model.init_args.augment",
+        call("dualenc.cli.os.system", command=SHELL),
+    ),
+    "a function of ours": ("model.init_args.augment", call("dualenc.io.files.remove", path="keep")),
+    "a class of ours for another place": (
+        "model.init_args.augment",
+        call("dualenc.data.TableViews", path="x"),
+    ),
     "the command line of ours": ("objective.class_path", "dualenc.__main__.main"),
     "a path that is no name": ("objective.class_path", "../evil.X"),
     "a class path that is no text": ("objective.class_path", ["os", "system"]),
@@ -98,8 +117,12 @@ def placed(place: str, payload: Any, canary: Canary) -> dict[str, Any]:
     return settings
 
 
-def assert_refused(canary: Canary, capsys: pytest.CaptureFixture[str], settings: Any, *words: str) -> str:
-    (canary.folder / "recipe.yaml").write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings))
+def assert_refused(
+    canary: Canary, capsys: pytest.CaptureFixture[str], settings: Any, *words: str
+) -> str:
+    (canary.folder / "recipe.yaml").write_text(
+        settings if isinstance(settings, str) else yaml.safe_dump(settings)
+    )
     assert cli.main(["train", "recipe.yaml", *words]) == 2
     line = capsys.readouterr().err
     assert line.startswith("dualenc: error: ")
@@ -120,14 +143,21 @@ def test_a_payload_is_refused_before_anything_runs(
 
 
 def test_plain_data_is_never_made_into_a_class(canary: Canary) -> None:
-    """Neither where any data may stand, nor in a table of texts; nor if a check ever let it pass."""
+    """Neither where any data may stand, nor in a table of texts; nor if a check ever let it
+    pass."""
     settings = recipe()
     popen = call("subprocess.Popen", args=canary.shell, shell=True)
     settings["model"]["init_args"]["backbone_args"] = popen
-    with pytest.raises(DualencError, match=r"model\.backbone_args holds class_path, but can name no class"):
+    with pytest.raises(
+        DualencError, match=r"model\.backbone_args holds class_path, but can name no class"
+    ):
         make_recipe(settings)
-    mixture = call("Mixture", sources={}, left_prompts={"class_path": f"{EVIL}.X", "init_args": "x"})
-    with pytest.raises(DualencError, match=r"data\.left_prompts holds class_path, but can name no class"):
+    mixture = call(
+        "Mixture", sources={}, left_prompts={"class_path": f"{EVIL}.X", "init_args": "x"}
+    )
+    with pytest.raises(
+        DualencError, match=r"data\.left_prompts holds class_path, but can name no class"
+    ):
         make_recipe(recipe() | {"data": mixture})
     for value in (popen, {"class_path": f"{EVIL}.X"}):
         assert build(value, "recipe", {}) == value
@@ -146,15 +176,23 @@ def test_the_payloads_would_run(canary: Canary) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("section", [name for name in SECTIONS if name != "trainer"])
-@pytest.mark.parametrize("value", [f"{EVIL}.X", {"class_path": f"{EVIL}.X"}, [f"{EVIL}.X"], {"x": f"{EVIL}.X"}])
-def test_no_argument_of_any_class_imports_what_it_names(section: str, value: Any, canary: Canary) -> None:
+@pytest.mark.parametrize(
+    "value", [f"{EVIL}.X", {"class_path": f"{EVIL}.X"}, [f"{EVIL}.X"], {"x": f"{EVIL}.X"}]
+)
+def test_no_argument_of_any_class_imports_what_it_names(
+    section: str, value: Any, canary: Canary
+) -> None:
     package_name, _, base_name = SECTIONS[section].rpartition(".")
     package = importlib.import_module(package_name)
     base = getattr(package, base_name)
-    classes = [cls for cls in vars(package).values() if isinstance(cls, type) and issubclass(cls, base)]
+    classes = [
+        cls for cls in vars(package).values() if isinstance(cls, type) and issubclass(cls, base)
+    ]
     for cls in classes:
         taken = parameters(cls)
-        required = {name: "x" for name, parameter in taken.items() if parameter.default is parameter.empty}
+        required = {
+            name: "x" for name, parameter in taken.items() if parameter.default is parameter.empty
+        }
         for name in taken:
             settings = recipe() | {section: call(cls.__name__, **required | {name: value})}
             with contextlib.suppress(DualencError):
@@ -171,12 +209,18 @@ def test_no_argument_of_any_class_imports_what_it_names(section: str, value: Any
         f"model.backbone_args.x.class_path={EVIL}.X",
     ],
 )
-def test_overrides_are_checked_likewise(override: str, canary: Canary, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_are_checked_likewise(
+    override: str, canary: Canary, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_refused(canary, capsys, recipe(), override)
 
 
-@pytest.mark.parametrize("text", [f"model: !!python/object/apply:{EVIL}.run []", "model: !include inner.yaml"])
-def test_yaml_makes_no_objects(text: str, canary: Canary, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", [f"model: !!python/object/apply:{EVIL}.run []", "model: !include inner.yaml"]
+)
+def test_yaml_makes_no_objects(
+    text: str, canary: Canary, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert_refused(canary, capsys, text)
 
 
@@ -216,9 +260,13 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
     (package / "parts.py").write_text(OWN)
     parts = "dualenc_own_package.parts"
     settings = recipe() | {"objective": call(f"{parts}.Mine", sharpness=2)}
-    settings["model"]["init_args"]["augment"] = call(f"{parts}.View", inner=call("dualenc.data.views.SimCLR", size=32))
+    settings["model"]["init_args"]["augment"] = call(
+        f"{parts}.View", inner=call("dualenc.data.views.SimCLR", size=32)
+    )
     for allowed in ([], ["dualenc_own"], [f"{parts[:-1]}"]):
-        with pytest.raises(DualencError, match="outside dualenc; pass --allow-module dualenc_own_package if"):
+        with pytest.raises(
+            DualencError, match="outside dualenc; pass --allow-module dualenc_own_package if"
+        ):
             make_recipe(settings, allow_modules=allowed)
     assert "dualenc_own_package" not in sys.modules
     for allowed in (["dualenc_own_package"], ["os", parts]):
@@ -234,7 +282,9 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
                 make_recipe(settings, allow_modules=[parts])
             canary.assert_silent()
     with pytest.raises(DualencError, match=r"'os\.system', no class of type Objective"):
-        make_recipe(recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"])
+        make_recipe(
+            recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"]
+        )
     # A class that an allowed module only imports is not its own.
     with pytest.raises(DualencError, match=r"Linear', no class of type Objective"):
         make_recipe(recipe() | {"objective": call(f"{parts}.Linear")}, allow_modules=[parts])
@@ -242,7 +292,8 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
 
 @pytest.mark.slow
 def test_plain_recipes_pass(canary: Canary) -> None:
-    """The checks refuse nothing that the parts take: nested classes, lists, free configurations, null."""
+    """The checks refuse nothing that the parts take: nested classes, lists, free configurations,
+    null."""
     settings = recipe()
     settings["model"]["init_args"] |= {
         "augment": call("dualenc.data.views.SimCLR", size=32),
@@ -250,7 +301,9 @@ def test_plain_recipes_pass(canary: Canary) -> None:
         "projector_dim": None,
     }
     settings["trainer"]["freeze"] = ["left.*", "*.bias"]
-    settings["evaluator"] = call("KNNEvaluator", train=call("TableViews", path="x"), test=call("TableViews", path="y"))
+    settings["evaluator"] = call(
+        "KNNEvaluator", train=call("TableViews", path="x"), test=call("TableViews", path="y")
+    )
     resolved = make_recipe(settings).settings
     arguments = resolved["model"]["init_args"]
     assert arguments["augment"]["class_path"] == "dualenc.data.views.SimCLR"

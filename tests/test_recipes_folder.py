@@ -16,7 +16,7 @@ from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
 from dualenc.cli import main
 from dualenc.encoders import TextEncoder, load_model, train_tokenizer
-from dualenc.recipe import read_recipe
+from dualenc.recipe.resolve import read_recipe
 from dualenc.training.log import read_metrics
 from tests.commands import toy
 
@@ -36,13 +36,21 @@ def test_is_valid_and_writes_to_a_folder_of_its_own_name(path: Path) -> None:
 def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As they stand, on a small model and small data in place of those they name."""
     monkeypatch.chdir(tmp_path)
-    model, data = toy.text_model(tmp_path / "model"), toy.write_beir(tmp_path / "beir", split="train")
+    model, data = (
+        toy.text_model(tmp_path / "model"),
+        toy.write_beir(tmp_path / "beir", split="train"),
+    )
     for split in ("dev", "test"):
         shutil.copy(data / "qrels" / "train.tsv", data / "qrels" / f"{split}.tsv")
     assert main(["mine", str(model), str(data), "--out", "mined.jsonl", "--relative", "null"]) == 0
 
     def train(name: str, *changes: str, base: str = "name") -> dict[str, Any]:
-        words = [f"model.{base}={model}", f"trainer.output={tmp_path / name}", "trainer.batch_size=4", *changes]
+        words = [
+            f"model.{base}={model}",
+            f"trainer.output={tmp_path / name}",
+            "trainer.batch_size=4",
+            *changes,
+        ]
         assert main(["train", str(FOLDER / f"{name}.yaml"), *words, "trainer.progress=false"]) == 0
         lines = read_metrics(tmp_path / name / "metrics.jsonl")
         assert isinstance(load_model(tmp_path / name / "model"), TextEncoder)
@@ -50,7 +58,11 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     mined = ("data.path=mined.jsonl", "model.max_length=32", "trainer.mixed_precision=no")
     assert train("mined_negatives", *mined)["step"] == 2, "8 queries in batches of 4"
-    rows = [f"{' '.join(words[:5])},{' '.join(words)}" for words in map(str.split, toy.texts(60)) if len(words) > 5]
+    rows = [
+        f"{' '.join(words[:5])},{' '.join(words)}"
+        for words in map(str.split, toy.texts(60))
+        if len(words) > 5
+    ]
     Path("pairs.csv").write_text("\n".join(["question,answer", *rows]))
     assert train("static", "trainer.held_out=0", base="words")["step"] == 5 * (len(rows) // 4)
     assert type(SentenceTransformer(str(tmp_path / "static" / "model"))[0]) is StaticEmbedding
@@ -62,26 +74,45 @@ def test_recipes_for_fine_tuning_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_the_recipe_of_a_decoder_runs_on_a_small_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Qwen3 from scratch in place of the one named; the folder has its adapters merged, in bfloat16."""
+def test_the_recipe_of_a_decoder_runs_on_a_small_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Qwen3 from scratch in place of the one named; the folder has its adapters merged, in
+    bfloat16."""
     pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
     from sentence_transformers import SentenceTransformer
 
     monkeypatch.chdir(tmp_path)
-    rows = [{"question": f"what is {number}", "answer": f"{number} is a number"} for number in range(20)]
+    rows = [
+        {"question": f"what is {number}", "answer": f"{number} is a number"} for number in range(20)
+    ]
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = train_tokenizer([text for row in rows for text in row.values()], vocab_size=300)
     tokenizer.padding_side = "left"
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = {"model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 16, **sizes}
     TextEncoder(config=config, tokenizer=tokenizer, pooling="last").save(tmp_path / "base")
-    changes = ("data.path=pairs.jsonl", "model.name=base", "trainer.epochs=2", "trainer.progress=false")
+    changes = (
+        "data.path=pairs.jsonl",
+        "model.name=base",
+        "trainer.epochs=2",
+        "trainer.progress=false",
+    )
     changes += ("trainer.batch_size=8", "trainer.chunk_size=4")
     assert main(["train", str(FOLDER / "decoder_lora.yaml"), *changes]) == 0
     folder = tmp_path / "runs" / "decoder_lora" / "model"
-    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in load_file(folder / "model.safetensors").values()} == {
+        torch.bfloat16
+    }
     model = load_model(folder)
     theirs = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": torch.float32})
     assert theirs.prompts["query"].startswith("Instruct: ")
     questions = [row["question"] for row in rows]
-    np.testing.assert_allclose(model.encode_query(questions), theirs.encode_query(questions), atol=1e-6)
+    np.testing.assert_allclose(
+        model.encode_query(questions), theirs.encode_query(questions), atol=1e-6
+    )

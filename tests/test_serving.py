@@ -29,5 +29,7 @@ def test_the_server_of_the_page_answers_as_the_command_does(
     client = TestClient(importlib.import_module("server").app)
     hits = client.get("/search", params={"text": "fox", "k": 3}).json()
     expected = found(capsys, "index", "fox", "-k", 3)
-    assert [(hit["id"], round(hit["score"], 6)) for hit in hits] == [(row["id"], row["score"]) for row in expected]
+    assert [(hit["id"], round(hit["score"], 6)) for hit in hits] == [
+        (row["id"], row["score"]) for row in expected
+    ]
     assert len(client.get("/search", params={"text": "fox", "k": 500}).json()) == 20

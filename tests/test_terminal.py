@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from dualenc.terminal import printable, without_credentials
+from dualenc.io.terminal import printable, without_credentials
 
 
 @pytest.mark.parametrize(

@@ -44,13 +44,16 @@ class BatchSelector(ABC):
         return self.num_pairs // self.batch_size
 
     @abstractmethod
-    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
-        """Choose the batches of an epoch, (num_batches, B) int64 pair indices; a pair is in a batch at most once.
+    def select(
+        self, epoch: int, left: ndarray | None = None, right: ndarray | None = None
+    ) -> ndarray:
+        """Choose the batches of an epoch, (num_batches, B) int64 pair indices; a pair is in a batch
+        at most once.
 
         Args:
             epoch: ≥ 0; each epoch has its own draws.
-            left: (N, D) unit-norm embeddings of the left side. Without them (in the first epoch) every selector
-                returns random batches.
+            left: (N, D) unit-norm embeddings of the left side. Without them (in the first epoch)
+                every selector returns random batches.
             right: (N, D) embeddings of the right side; by default those of the left.
         """
 
@@ -61,7 +64,9 @@ class BatchSelector(ABC):
     def random_batches(self, draw: Generator) -> ndarray:
         """(N // B, B): a random partition of the pairs."""
         number = self.num_pairs // self.batch_size
-        return draw.permutation(self.num_pairs)[: number * self.batch_size].reshape(number, self.batch_size)
+        return draw.permutation(self.num_pairs)[: number * self.batch_size].reshape(
+            number, self.batch_size
+        )
 
     def check_embeddings(self, left: ndarray, right: ndarray | None) -> tuple[ndarray, ndarray]:
         """Both sides as finite float32 (N, D)."""
@@ -84,7 +89,9 @@ class BatchSelector(ABC):
         finite = np.isfinite(rows).all(axis=1)
         if not finite.all():
             row = int(finite.argmin())
-            raise DualencError(f"{side} embeddings hold a NaN or an infinity in row {row}; has the training diverged?")
+            raise DualencError(
+                f"{side} embeddings hold a NaN or an infinity in row {row}; has the training diverged?"
+            )
         return rows
 
 
@@ -98,8 +105,8 @@ def check_at_least(lowest: float, **arguments: float) -> None:
 def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: float) -> ndarray:
     """Loss of each batch, (num_batches,) float64 in nats: the `InfoNCE` objective of its pairs.
 
-    The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy, since batching imports
-    no objective.
+    The mean of both directions, so half of Eq. 2 in Cho et al. 2023, arXiv:2307.05906. In numpy,
+    since batching imports no objective.
 
     Args:
         left, right: (N, D) unit-norm embeddings.
@@ -115,7 +122,9 @@ def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: f
         logits = np.matmul(left[rows], right[rows].swapaxes(1, 2))  # (chunk, B, B)
         logits /= temperature
         positives = np.diagonal(logits, axis1=1, axis2=2)
-        per_anchor = [logsumexp(logits, axis=axis) - positives for axis in (1, 2)]  # of each direction
+        per_anchor = [
+            logsumexp(logits, axis=axis) - positives for axis in (1, 2)
+        ]  # of each direction
         losses[start : start + step] = np.mean(per_anchor, axis=(0, 2), dtype=np.float64)
     return losses
 
@@ -123,11 +132,14 @@ def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: f
 class RandomBatches(BatchSelector):
     """A random partition of the pairs in each epoch (SGD without replacement).
 
-    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 4. Arguments and errors as of `BatchSelector`.
+    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 4. Arguments and errors as of
+    `BatchSelector`.
     """
 
     uniform = True
 
-    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
+    def select(
+        self, epoch: int, left: ndarray | None = None, right: ndarray | None = None
+    ) -> ndarray:
         """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
         return self.random_batches(self.generator(epoch))

@@ -27,10 +27,10 @@ class SpectralBatches(BatchSelector):
 
     Methods:
 
-    - "bisection": balanced recursive bisection along leading directions of the pair embeddings, over all pairs
-      at once; seconds for 50,000 pairs.
-    - "spectral": spectral clustering with equal clusters within random groups of k batches (Cho et al. 2023,
-      arXiv:2307.05906, Algorithm 1).
+    - "bisection": balanced recursive bisection along leading directions of the pair embeddings,
+      over all pairs at once; seconds for 50,000 pairs.
+    - "spectral": spectral clustering with equal clusters within random groups of k batches (Cho et
+      al. 2023, arXiv:2307.05906, Algorithm 1).
 
     Args:
         num_pairs, batch_size, seed: as of `BatchSelector`.
@@ -60,7 +60,9 @@ class SpectralBatches(BatchSelector):
         self.temperature = temperature
         self.k = k
 
-    def select(self, epoch: int, left: ndarray | None = None, right: ndarray | None = None) -> ndarray:
+    def select(
+        self, epoch: int, left: ndarray | None = None, right: ndarray | None = None
+    ) -> ndarray:
         """As `BatchSelector.select`; the order of the batches is random."""
         draw = self.generator(epoch)
         batches = self.random_batches(draw)
@@ -75,24 +77,30 @@ class SpectralBatches(BatchSelector):
         chosen = bisection_batches(points, self.batch_size, draw)
         return draw.permutation(rows[chosen])
 
-    def _select_spectral(self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator) -> ndarray:
+    def _select_spectral(
+        self, batches: ndarray, left: ndarray, right: ndarray, draw: Generator
+    ) -> ndarray:
         """Partition the pairs of each k random batches."""
         selected = []
         for first in range(0, len(batches), self.k):
             last = first + self.k
             group = batches[first:last].ravel()
             seed = int(draw.integers(2**31))
-            chosen = spectral_batches(left[group], right[group], self.batch_size, self.temperature, seed)
+            chosen = spectral_batches(
+                left[group], right[group], self.batch_size, self.temperature, seed
+            )
             selected.append(group[chosen])
         return np.concatenate(selected)
 
 
 def bisection_batches(points: ndarray, batch_size: int, draw: Generator) -> ndarray:
-    """Balanced recursive bisection: N points into N/B neighbourhoods of exactly B, in O(N·D·log(N/B)).
+    """Balanced recursive bisection: N points into N/B neighbourhoods of exactly B, in
+    O(N·D·log(N/B)).
 
-    The min-cut of Cho et al. (equal clusters that cut little affinity), with the inner product of pair embeddings as
-    affinity: s(x_i, y_j) + s(x_j, y_i) grows with (x_i + y_i)·(x_j + y_j). Level by level: all nodes of a level hold
-    m or m + 1 batches, and nodes of one size are split together.
+    The min-cut of Cho et al. (equal clusters that cut little affinity), with the inner product of
+    pair embeddings as affinity: s(x_i, y_j) + s(x_j, y_i) grows with (x_i + y_i)·(x_j + y_j). Level
+    by level: all nodes of a level hold m or m + 1 batches, and nodes of one size are split
+    together.
 
     Returns (N/B, B) rows of `points` (N, D), float32; neighbouring batches are similar.
     """
@@ -124,9 +132,10 @@ def bisection_batches(points: ndarray, batch_size: int, draw: Generator) -> ndar
 def split_nodes(nodes: ndarray, half: int, draw: Generator) -> ndarray:
     """Split P nodes of S points each, (P, S, D), so that little affinity is cut.
 
-    Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its relaxation is the
-    leading direction of the points, found by power iterations; from there the same iteration with balanced signs
-    (two-means with equal halves) climbs to a maximum of the split itself.
+    Halves that maximise the affinity within them maximise |Σ σ_i p_i|² over balanced signs σ. Its
+    relaxation is the leading direction of the points, found by power iterations; from there the
+    same iteration with balanced signs (two-means with equal halves) climbs to a maximum of the
+    split itself.
 
     Returns (P, S): a permutation of each node's points, whose first `half` are on one side.
     """
@@ -137,7 +146,8 @@ def split_nodes(nodes: ndarray, half: int, draw: Generator) -> ndarray:
         if iteration < POWER_ITERATIONS:
             weights = heights - heights.mean(axis=1, keepdims=True)
         else:
-            # The direction from the mean of a node's `half` lowest points to the mean of the others.
+            # The direction from the mean of a node's `half` lowest points to the mean of the
+            # others.
             order = np.argpartition(heights, half, axis=1)
             lowest = order[:, :half]
             weights = np.full_like(heights, 1 / (size - half))
@@ -157,11 +167,12 @@ def _heights(nodes: ndarray, direction: ndarray) -> ndarray:
 
 
 def affinity(left: ndarray, right: ndarray, batch_size: int, temperature: float) -> ndarray:
-    """(n, n) weights between pairs whose sum over a batch bounds its contrastive loss from below (Cho et al., Eq. 5).
+    """(n, n) weights between pairs whose sum over a batch bounds its contrastive loss from below
+    (Cho et al., Eq. 5).
 
     With embeddings u and v (n, D), w(k, l) sums log(1 + (B−1)·exp(u_i·(v_j − v_i)/τ)) and
-    log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l) and (l, k). The sum of a batch's weights over i < j,
-    divided by B(B−1), is at most Eq. 2, twice what `batch_losses` gives.
+    log(1 + (B−1)·exp(v_i·(u_j − u_i)/τ)) over (i, j) = (k, l) and (l, k). The sum of a batch's
+    weights over i < j, divided by B(B−1), is at most Eq. 2, twice what `batch_losses` gives.
     """
     logits = np.matmul(left, right.T, dtype=np.float64)
     logits /= temperature
@@ -177,10 +188,12 @@ def affinity(left: ndarray, right: ndarray, batch_size: int, temperature: float)
 
 
 def spectral_rows(weights: ndarray, num_clusters: int) -> ndarray:
-    """Lines 2 to 5: (n, k) leading eigenvectors of a graph's affinity (n, n), rows scaled to unit norm.
+    """Lines 2 to 5: (n, k) leading eigenvectors of a graph's affinity (n, n), rows scaled to unit
+    norm.
 
-    Of D^−½ A D^−½, as in the algorithm that the paper cites (Ng, Jordan, Weiss 2001) and in its authors' code; the
-    largest of D − A, to its letter, are contrasts within clusters and tell clusters apart poorly.
+    Of D^−½ A D^−½, as in the algorithm that the paper cites (Ng, Jordan, Weiss 2001) and in its
+    authors' code; the largest of D − A, to its letter, are contrasts within clusters and tell
+    clusters apart poorly.
     """
     tiny = np.finfo(np.float64).tiny
     degrees = np.maximum(weights.sum(axis=1), tiny)
@@ -217,8 +230,11 @@ def equal_clusters(rows: ndarray, num_clusters: int, seed: int) -> ndarray:
     return order.reshape(num_clusters, size)
 
 
-def spectral_batches(left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int) -> ndarray:
-    """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al. 2023, in O(n³).
+def spectral_batches(
+    left: ndarray, right: ndarray, batch_size: int, temperature: float, seed: int
+) -> ndarray:
+    """Partition n pairs, (n, D) each side, into batches of large loss: Algorithm 1 of Cho et al.
+    2023, in O(n³).
 
     Returns (n/B, B) rows of the embeddings; the seed is that of k-means.
     """

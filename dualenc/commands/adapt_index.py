@@ -1,4 +1,5 @@
-"""Adaptation of queries to an index: queries are read and divided, a model is trained, measured, saved and reported."""
+"""Adaptation of queries to an index: queries are read and divided, a model is trained, measured,
+saved and reported."""
 
 from __future__ import annotations
 
@@ -13,27 +14,39 @@ import numpy as np
 from dualenc import distributed
 from dualenc.commands.output import RESULT, start_processes, writing
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import check_judged, read_corpus, read_judged_queries
-from dualenc.data.clicks import DocumentSplit, IndexPairs, split_by_documents
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
+from dualenc.data.readers.clicks import DocumentSplit, IndexPairs, split_by_documents
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.frozen import interpolate
+from dualenc.encoders.index_encoder import interpolate
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import MISSING, can_draw, lines
-from dualenc.evaluation.report import Figure, Table, check_report_target, print_table, write_report
+from dualenc.evaluation.report_page import (
+    Figure,
+    Table,
+    check_report_target,
+    print_table,
+    write_report,
+)
 from dualenc.evaluation.retrieval import divide_by_training
-from dualenc.files import check_folder_target, check_writable, remove, removed_if_refused, write_json
+from dualenc.io.files import (
+    check_folder_target,
+    check_writable,
+    remove,
+    removed_if_refused,
+    write_json,
+)
+from dualenc.io.reading import read_json_object
+from dualenc.io.targets import check_outside
+from dualenc.io.terminal import printable
 from dualenc.objectives import FrozenCorpus
-from dualenc.reading import read_json_object
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.embed import embed
-from dualenc.search.index import Index, is_index
-from dualenc.search.pushed import is_pushed
+from dualenc.search.embed.encode import embed
+from dualenc.search.engines.engine import is_pushed
+from dualenc.search.index.open import Index, is_index
 from dualenc.seeds import seed_everything
-from dualenc.targets import check_outside
-from dualenc.terminal import printable
 from dualenc.training.adapting import (
     SHARES,
     TOWERS,
@@ -58,7 +71,8 @@ KNOWN = "documents in training"
 SECOND = "second task"
 PATIENCE = 3
 MIN_DOCUMENTS = 30
-"""Fewer documents of held-out queries cannot show whether adapting harms documents without a click."""
+"""Fewer documents of held-out queries cannot show whether adapting harms documents without a
+click."""
 EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
 LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
@@ -75,7 +89,9 @@ def adapt_index(
     """Adapt queries to an index, and write the model and the report to a folder."""
     if options.held_out == 0 and options.keep is None:
         problem = "--held-out 0 leaves no query to choose the share of the original weights by"
-        raise DualencError(f"{problem}; set --keep, for instance --keep 0.5, or hold some pairs out")
+        raise DualencError(
+            f"{problem}; set --keep, for instance --keep 0.5, or hold some pairs out"
+        )
     check_outside(folder)
     check_writable(folder)
     check_folder_target(folder, _is_own_folder, "adaptation")
@@ -111,7 +127,11 @@ def adapt_index(
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
         unmeasured = _why_unmeasured(parts, options.held_out)
         named = {NEW: parts.new, KNOWN: parts.known}
-        tasks = {name: IndexEvaluator.of_pairs(part, documents) for name, part in named.items() if part is not None}
+        tasks = {
+            name: IndexEvaluator.of_pairs(part, documents)
+            for name, part in named.items()
+            if part is not None
+        }
         held_out = list(tasks)
         tasks |= _beir_tasks(columns, side, trained_ids)
 
@@ -121,7 +141,9 @@ def adapt_index(
         side.finished(original, trained_ids)
         objective = _objective(index, documents, pairs.num_left, options)
         output = folder / "training"
-        trained = _train(copy.deepcopy(original), parts, documents, objective, output, options, resume)
+        trained = _train(
+            copy.deepcopy(original), parts, documents, objective, output, options, resume
+        )
         adapted = load_model(trained.model_folder, place)
         shares = {*SHARES} if options.keep is None else {*SHARES, options.keep}
         points = score_interpolations(original, adapted, tasks, sorted(shares))
@@ -163,14 +185,17 @@ def adapt_index(
 
 
 def _why_unmeasured(parts: DocumentSplit, share: float) -> str | None:
-    """Say why held-out queries cannot show what adapting does to new documents; None if they can."""
+    """Say why held-out queries cannot show what adapting does to new documents; None if they
+    can."""
     if share == 0:
         return "no query was held out"
     if parts.new is None:
         return f"no query could be held out: the documents of each are in over {share:.0%} of the pairs"
     count = len(np.unique(parts.new.right_id))
     if count < MIN_DOCUMENTS:
-        return f"held-out queries name {count} documents, and fewer than {MIN_DOCUMENTS} cannot tell"
+        return (
+            f"held-out queries name {count} documents, and fewer than {MIN_DOCUMENTS} cannot tell"
+        )
     return None
 
 
@@ -189,8 +214,11 @@ def _is_own_folder(folder: Path) -> bool:
     return (folder / WORK).is_dir()
 
 
-def _beir_tasks(columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]) -> dict[str, IndexEvaluator]:
-    """The test queries of --test, by whether a relevant document is in training, and those of --second."""
+def _beir_tasks(
+    columns: ClickOptions, side: QuerySide, trained_ids: Sequence[str]
+) -> dict[str, IndexEvaluator]:
+    """The test queries of --test, by whether a relevant document is in training, and those of
+    --second."""
     tasks = {}
     if columns.test is not None:
         test = _beir_task(columns.test, "test", side, side.documents)
@@ -200,7 +228,9 @@ def _beir_tasks(columns: ClickOptions, side: QuerySide, trained_ids: Sequence[st
                 tasks[f"{Path(columns.test).name}: {part}"] = test.among(list(qrels))
     if columns.second is not None:
         documents = _second_documents(columns.second, side)
-        tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(columns.second, "second", side, documents)
+        tasks[f"{SECOND}: {Path(columns.second).name}"] = _beir_task(
+            columns.second, "second", side, documents
+        )
     return tasks
 
 
@@ -214,8 +244,8 @@ def _beir_task(folder: str, name: str, side: QuerySide, documents: Embeddings) -
 
 
 def _second_documents(folder: str, side: QuerySide) -> Embeddings:
-    """The documents of the second task: its own vectors, or texts embedded by the model; of the index, if it has none
-    or the same."""
+    """The documents of the second task: its own vectors, or texts embedded by the model; of the
+    index, if it has none or the same."""
     bad_rows = BadRows(folder)
     corpus = read_corpus(folder, bad_rows=bad_rows) if any(Path(folder).glob("corpus*")) else None
     bad_rows.report()
@@ -227,8 +257,11 @@ def _second_documents(folder: str, side: QuerySide) -> Embeddings:
     return embed(side.text.right, corpus, side.work / "second-documents", dtype="float16")
 
 
-def _objective(index: str, documents: Embeddings, num_left: int, options: AdaptOptions) -> FrozenCorpus:
-    """The softmax over all documents; beyond what is summed exactly, over those that the index finds and a sample."""
+def _objective(
+    index: str, documents: Embeddings, num_left: int, options: AdaptOptions
+) -> FrozenCorpus:
+    """The softmax over all documents; beyond what is summed exactly, over those that the index
+    finds and a sample."""
     search = None
     if is_index(index):
         opened = Index.open(index)
@@ -265,7 +298,9 @@ def _train(
         output=output,
         batch_size=batch_size,
         epochs=options.epochs or EPOCHS[options.train],
-        learning_rate=LEARNING_RATES[options.train] if options.learning_rate is None else options.learning_rate,
+        learning_rate=LEARNING_RATES[options.train]
+        if options.learning_rate is None
+        else options.learning_rate,
         mixed_precision="no" if is_map else "auto",
         evaluate_every=None if evaluator is None else max(1, len(pairs) // batch_size),
         patience=None if evaluator is None else PATIENCE,
@@ -274,8 +309,11 @@ def _train(
     return trainer.fit(model, pairs, objective, evaluator=evaluator, resume=resume)
 
 
-def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float) -> None:
-    """Print and write how well the original and the adapted model find documents, and the models between them."""
+def _report(
+    folder: Path, facts: Mapping[str, object], points: Sequence[Interpolated], keep: float
+) -> None:
+    """Print and write how well the original and the adapted model find documents, and the models
+    between them."""
     original = next(point for point in points if point.keep == 1)
     result = next(point for point in points if point.keep == keep)
     shares = [1 - point.keep for point in points]
@@ -285,7 +323,10 @@ def _report(folder: Path, facts: Mapping[str, object], points: Sequence[Interpol
         after = result.scores[task]
         difference, low, high = paired_bootstrap(before, after)
         row = {"queries of": task, "queries": len(before), "original": float(before.mean())}
-        rows.append(row | {"adapted": float(after.mean()), "difference": difference, "from": low, "to": high})
+        rows.append(
+            row
+            | {"adapted": float(after.mean()), "difference": difference, "from": low, "to": high}
+        )
         curves[task] = (shares, [float(point.scores[task].mean()) for point in points])
     caption = f"nDCG@10 over all documents (kept of the original weights: {keep:g}), 95 % intervals"
     quality = Table(caption, rows)
@@ -315,7 +356,9 @@ def _next_command(index: str, folder: Path, query: str) -> str:
     """How to use the model: search an index or an engine, or evaluate over embeddings."""
     if is_index(index) or is_pushed(index):
         return f"{shlex.join(['dualenc', 'search', index, '--model', f'{folder}/model'])} {query}"
-    return shlex.join(["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index])
+    return shlex.join(
+        ["dualenc", "evaluate", "retrieval", f"{folder}/model", "BEIR-FOLDER", "--documents", index]
+    )
 
 
 def _advice(task: str, points: Sequence[Interpolated], keep: float) -> str:

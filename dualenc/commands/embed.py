@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from dualenc.commands.options import EmbedOptions, SourceOptions
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
-    from dualenc.data.vector_shards import Embeddings
+    from dualenc.data.store.vector_shards import Embeddings
     from dualenc.encoders import Tower
 
 
@@ -27,28 +27,34 @@ def embed(
 ) -> None:
     """Embed a corpus with one side of a model, into a folder of Arrow files.
 
-    The same command resumes an interrupted run. Started several times, on machines that share the folder
-    (`sbatch --array=1-8`, `accelerate launch -m dualenc embed …`), it shares the work: each process locks one shard
-    after the other.
+    The same command resumes an interrupted run. Started several times, on machines that share the
+    folder (`sbatch --array=1-8`, `accelerate launch -m dualenc embed …`), it shares the work: each
+    process locks one shard after the other.
 
     Args:
         model: model folder or name.
-        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by hub name; for
-            adapters a folder of embeddings, .npy file, or table with a column of vectors.
+        data: BEIR folder, folder of images, csv / tsv / jsonl / parquet file, tars, or data set by
+            hub name; for adapters a folder of embeddings, .npy file, or table with a column of
+            vectors.
         out: folder to write: data-*.arrow, order.npy, meta.json.
-        side: left (queries, images) or right (documents, texts); by default documents, or whatever the data holds.
+        side: left (queries, images) or right (documents, texts); by default documents, or whatever
+            the data holds.
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
-    from dualenc.search.embed import embed as embed_corpus
-    from dualenc.search.embeddings import check_embeddings_target
+    from dualenc.search.embed.encode import embed as embed_corpus
+    from dualenc.search.embed.writer import check_embeddings_target
 
     check_embeddings_target(Path(out))
     work = open_work(model, data, side, source, options, device)
-    describe(embed_corpus(work.tower, work.corpus, out, identity={"side": work.side}, **work.settings), out)
+    describe(
+        embed_corpus(work.tower, work.corpus, out, identity={"side": work.side}, **work.settings),
+        out,
+    )
 
 
 class Work(NamedTuple):
-    """What a command embeds: a corpus, with the tower of one side, and `settings` of `dualenc.search.embed.embed`."""
+    """What a command embeds: a corpus, with the tower of one side, and `settings` of
+    `dualenc.search.embed.encode.embed`."""
 
     tower: Tower
     corpus: Corpus
@@ -66,15 +72,17 @@ def open_work(
 ) -> Work:
     """Open model and data, whose kinds say which side it is where `side` does not."""
     from dualenc.commands.output import recorded_name, start_processes
-    from dualenc.data.sources import open_corpus
+    from dualenc.data.readers.sources import open_corpus
     from dualenc.encoders import load_model
-    from dualenc.encoders.frozen import IndexEncoder
+    from dualenc.encoders.index_encoder import IndexEncoder
 
     encoder = load_model(model, device=str(start_processes(device)))
     if isinstance(encoder, IndexEncoder) and side != "left":
         made_by = encoder.documents["model"] or "the model of the index"
         problem = "documents are the vectors of the index"
-        raise DualencError(f"{model}: {problem}; embed new ones with {made_by}, queries with --side left")
+        raise DualencError(
+            f"{model}: {problem}; embed new ones with {made_by}, queries with --side left"
+        )
     modality = None
     if side is not None:
         modality = encoder.tower(side).modality
@@ -85,7 +93,11 @@ def open_work(
     part = "queries" if takes_queries else "corpus"
     corpus = open_corpus(data, part=part, modality=modality, on_error=options.on_error, **columns)
     if side is None:
-        side = "left" if encoder.left.modality == corpus.modality != encoder.right.modality else "right"
+        side = (
+            "left"
+            if encoder.left.modality == corpus.modality != encoder.right.modality
+            else "right"
+        )
     notes: dict[str, Any] = {"model": recorded_name(model), "kind": encoder.kind}
     notes |= {"data": recorded_name(data), "read": source.given()}
     return Work(encoder.tower(side), corpus, side, {**vars(options), "notes": notes})

@@ -8,7 +8,14 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 from cyclopts.types import PositiveInt, UInt32
 
-from dualenc.commands.options import COMMAS, BatchSize, ColumnOptions, OutputOptions, RankingOptions, Workers
+from dualenc.commands.options import (
+    COMMAS,
+    BatchSize,
+    ColumnOptions,
+    OutputOptions,
+    RankingOptions,
+    Workers,
+)
 from dualenc.commands.push import RecallOptions, evaluate_engine
 
 
@@ -17,12 +24,15 @@ class RetrievalOptions:
     """Retrieval by a query-document model, and what to compare it with.
 
     Args:
-        split: of a BEIR folder, a folder of tables or a hub name, by default test; one table is tested as a whole.
+        split: of a BEIR folder, a folder of tables or a hub name, by default test; one table is
+            tested as a whole.
         bm25: evaluate BM25 as well as the model; --hybrid does so, too.
-        keep_self_matches: keep an unjudged document whose id is the query's; by default it is removed as its copy.
+        keep_self_matches: keep an unjudged document whose id is the query's; by default it is
+            removed as its copy.
         batch_size: texts encoded at once.
-        documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a BEIR folder, by their
-            ids; none is embedded, and the folder needs no corpus.jsonl but for --bm25 and --hybrid.
+        documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a
+            BEIR folder, by their ids; none is embedded, and the folder needs no corpus.jsonl but
+            for --bm25 and --hybrid.
     """
 
     split: str | None = None
@@ -43,18 +53,18 @@ def retrieval(
 ) -> None:
     """Evaluate a query-document model, or an adapter of vectors, on BEIR folders or pairs of texts.
 
-    A model that was adapted to an index needs --documents INDEX, and is scored on all queries, on those with a relevant
-    document that was in training, and on the others.
+    A model that was adapted to an index needs --documents INDEX, and is scored on all queries, on
+    those with a relevant document that was in training, and on the others.
 
-    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once. Writes metrics.json,
-    report.html and, for each data set, run.trec, per_query.ndjson and the embeddings, which the next evaluation of the
-    same model uses.
+    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once.
+    Writes metrics.json, report.html and, for each data set, run.trec, per_query.ndjson and the
+    embeddings, which the next evaluation of the same model uses.
 
     Args:
         model: model folder or name.
-        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their place; a collection of
-            the hub (mteb/scifact), or NanoBEIR for its thirteen; or pairs: a table of two columns (csv, tsv, jsonl,
-            parquet, a folder of them, a hub name).
+        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their
+            place; a collection of the hub (mteb/scifact), or NanoBEIR for its thirteen; or pairs: a
+            table of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
     from dualenc.commands.evaluate_retrieval import evaluate_retrieval
@@ -71,12 +81,13 @@ def image_text(
     batch_size: BatchSize = 64,
     output: OutputOptions,
 ) -> None:
-    """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions per image.
+    """Evaluate image-text retrieval both ways: recall@1, @5 and @10, with any number of captions
+    per image.
 
     Args:
         model: model folder or name.
-        data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name), webdataset tars, or a
-            folder of images.
+        data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name),
+            webdataset tars, or a folder of images.
         split: of a folder or hub name, by default test; one file is tested as a whole.
         batch_size: items encoded at once.
     """
@@ -92,9 +103,11 @@ class ZeroShotOptions:
     Args:
         split: of a folder of tables or a hub name, by default test; one file is tested as a whole.
         label_column: of a table, class numbers or names; by default `label`.
-        class_names: text file with the name of each class on a line, in the order of the class numbers (of folders:
-            sorted by name), or in any order with those of the data among them; by default the names in the data.
-        templates: text file with prompt templates, one on a line, {} for the class; by default a set of eight.
+        class_names: text file with the name of each class on a line, in the order of the class
+            numbers (of folders: sorted by name), or in any order with those of the data among them;
+            by default the names in the data.
+        templates: text file with prompt templates, one on a line, {} for the class; by default a
+            set of eight.
         batch_size: items encoded at once.
     """
 
@@ -110,7 +123,8 @@ def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: Output
 
     Args:
         model: model folder or name.
-        data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one folder per class.
+        data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one
+            folder per class.
     """
     from dualenc.commands.evaluate_zero_shot import evaluate_zero_shot
 
@@ -123,7 +137,8 @@ class ImageOptions:
 
     Args:
         split: which split is tested, by default test; one file is tested as a whole.
-        train: images to train a probe on; by default (`probe`) another split of the same data, or (`corrupted`) none.
+        train: images to train a probe on; by default (`probe`) another split of the same data, or
+            (`corrupted`) none.
         train_split: which split is trained on.
         label_column: of a table; by default `label`.
         limit: test so many images, chosen at random.
@@ -142,7 +157,14 @@ class ImageOptions:
     num_workers: Workers = 2
 
 
-def probe(model: str, data: str, *, images: ImageOptions, batch_size: BatchSize = 256, output: OutputOptions) -> None:
+def probe(
+    model: str,
+    data: str,
+    *,
+    images: ImageOptions,
+    batch_size: BatchSize = 256,
+    output: OutputOptions,
+) -> None:
     """Probe the frozen image features of a model: a linear classifier, and nearest neighbours.
 
     Args:
@@ -172,7 +194,12 @@ class CorruptionOptions:
 
 
 def corrupted(
-    model: str, data: str, *, images: ImageOptions, options: CorruptionOptions, output: OutputOptions
+    model: str,
+    data: str,
+    *,
+    images: ImageOptions,
+    options: CorruptionOptions,
+    output: OutputOptions,
 ) -> None:
     """Find the other view of an image among its own corrupted versions, and among all images.
 
@@ -188,10 +215,11 @@ def corrupted(
 
 
 def engine(folder: str, *, options: RecallOptions) -> None:
-    """Measure recall@10 and the rows returned under filters, by exact search; exit code 1 below --recall.
+    """Measure recall@10 and the rows returned under filters, by exact search; exit code 1 below
+    --recall.
 
-    With --filters, settings are chosen that reach --recall (0.95), and are written into the folder with what was
-    measured; without, that measurement is repeated.
+    With --filters, settings are chosen that reach --recall (0.95), and are written into the folder
+    with what was measured; without, that measurement is repeated.
 
     Args:
         folder: an index, or what `dualenc push` wrote.

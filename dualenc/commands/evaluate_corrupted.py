@@ -17,8 +17,8 @@ from dualenc.commands.labelled_images import (
     require_other_images,
 )
 from dualenc.commands.output import Evaluation
-from dualenc.data.detect import default_split
 from dualenc.data.labels import align_labels
+from dualenc.data.readers.detect import default_split
 from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (
     CLEAN,
@@ -44,7 +44,7 @@ from dualenc.evaluation.corruptions import (
     read_corrupted,
 )
 from dualenc.evaluation.probe import linear_probe
-from dualenc.evaluation.report import Table
+from dualenc.evaluation.report_page import Table
 
 if TYPE_CHECKING:
     from sklearn.pipeline import Pipeline
@@ -60,7 +60,8 @@ ValueOf = Callable[[list[int], np.ndarray], np.ndarray]
 def evaluate_corrupted(
     model: str, data: str, images: ImageOptions, options: CorruptionOptions, output: OutputOptions
 ) -> None:
-    """Evaluate retrieval among versions and images, and with training images the robustness of a linear probe."""
+    """Evaluate retrieval among versions and images, and with training images the robustness of a
+    linear probe."""
     split = images.split or default_split(data)
     if images.train is not None:
         require_other_images(images.train, images.train_split, data, split)
@@ -77,7 +78,9 @@ def evaluate_corrupted(
             limit=images.train_limit,
             seed=images.seed,
         )
-        labels = require_labels(training, f"{images.train} ({images.train_split})", for_training=True)
+        labels = require_labels(
+            training, f"{images.train} ({images.train_split})", for_training=True
+        )
         # Classes that the training images lack are an error before hours of encoding.
         tested_labels = _tested_labels(source, training.class_names)
     tower = open_image_tower(evaluation)
@@ -98,14 +101,20 @@ def evaluate_corrupted(
     by_corruption = [{"corruption": name, "top-1": found[f"top1/{name}"]} for name in names]
     tables = [Table("By corruption", by_corruption)]
     if clean is not None:
-        views = _measure(tower, clean, [CLEAN], images, lambda _, views: views[:, :, 0], "clean images", views=2)
+        views = _measure(
+            tower, clean, [CLEAN], images, lambda _, views: views[:, :, 0], "clean images", views=2
+        )
         metrics["plain"] = {"images": len(views), **summarise(nearest_images(views))}
         retrieval.append(_retrieval_row("among all images, not corrupted", metrics["plain"]))
     if images.train is not None:
         settings = {"batch_size": TRAIN_BATCH, "num_workers": images.num_workers}
-        features, labels = labelled_features(evaluation, "train", tower, training, labels, **settings)
+        features, labels = labelled_features(
+            evaluation, "train", tower, training, labels, **settings
+        )
         # Processes may fit slightly different ones, and their results are put together.
-        classifier = distributed.from_main(lambda: linear_probe(features, labels, seed=images.seed).classifier)
+        classifier = distributed.from_main(
+            lambda: linear_probe(features, labels, seed=images.seed).classifier
+        )
         is_right = _comparison(classifier, tested_labels)
         conditions = [(name, severity) for name in names for severity in SEVERITIES]
         correct = _measure(tower, source, conditions, images, is_right, "robustness")
@@ -117,7 +126,12 @@ def evaluate_corrupted(
         tables += _add_errors(robustness, dict(zip(names, errors)), baseline)
         metrics["robustness"] = robustness
     if distributed.is_main():
-        facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": images.seed}
+        facts: dict[str, object] = {
+            "model": model,
+            "data": data,
+            "split": split,
+            "seed": images.seed,
+        }
         facts |= {} if options.baseline is None else {"baseline": options.baseline}
         tables = [Table("Retrieval of the other view", retrieval), *tables]
         evaluation.conclude("Corrupted images", data, facts, metrics, tables)
@@ -178,7 +192,9 @@ def _open_versions(
         source = GeneratedCorruptions(clean, corruptions or ALL, seed=images.seed)
     if len(set(source.corruptions)) < max(2, len(source.corruptions)):
         # A version alone can only find itself.
-        raise DualencError(f"--corruptions {','.join(source.corruptions)}: give two or more different ones")
+        raise DualencError(
+            f"--corruptions {','.join(source.corruptions)}: give two or more different ones"
+        )
     return source, clean
 
 
@@ -196,7 +212,8 @@ def _measure(
     *,
     views: int = 0,
 ) -> np.ndarray:
-    """(n, …) what `value_of` makes of image numbers (m,) and embeddings (m, V, C, D) of V views of their versions.
+    """(n, …) what `value_of` makes of image numbers (m,) and embeddings (m, V, C, D) of V views of
+    their versions.
 
     Without views it gets the features (m, 1, C, D) of the versions as they are.
     """
@@ -213,7 +230,8 @@ def _measure(
 
 
 def _comparison(classifier: Pipeline, labels: np.ndarray) -> ValueOf:
-    """A function that says (m, C) whether a classifier is right about each image under each condition."""
+    """A function that says (m, C) whether a classifier is right about each image under each
+    condition."""
 
     def compare(rows: list[int], features: np.ndarray) -> np.ndarray:
         predicted = classifier.predict(features.reshape(-1, features.shape[-1]))
@@ -225,5 +243,7 @@ def _comparison(classifier: Pipeline, labels: np.ndarray) -> ValueOf:
 def _tested_labels(source: CorruptedImages, class_names: Sequence[str] | None) -> np.ndarray:
     """(N,) labels of the images to test, in the class numbers of the training images."""
     if source.labels is None:
-        raise DualencError("the images to test have no labels, which the robustness table needs; give a label column")
+        raise DualencError(
+            "the images to test have no labels, which the robustness table needs; give a label column"
+        )
     return align_labels(source.labels, source.class_names, class_names, "the images to test")

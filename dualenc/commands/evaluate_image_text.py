@@ -10,11 +10,11 @@ from dualenc import distributed
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import open_pairs
 from dualenc.data.corpus import corpora
-from dualenc.data.detect import default_split
+from dualenc.data.readers.detect import default_split
 from dualenc.errors import DualencError
-from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
+from dualenc.evaluation.image_text_retrieval import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.metrics import recall_at
-from dualenc.evaluation.report import Table
+from dualenc.evaluation.report_page import Table
 
 if TYPE_CHECKING:
     from dualenc.commands.options import ColumnOptions, OutputOptions
@@ -23,7 +23,12 @@ CUTOFFS = (1, 5, 10)
 
 
 def evaluate_image_text(
-    model: str, data: str, split: str | None, columns: ColumnOptions, batch_size: int, output: OutputOptions
+    model: str,
+    data: str,
+    split: str | None,
+    columns: ColumnOptions,
+    batch_size: int,
+    output: OutputOptions,
 ) -> None:
     """Evaluate retrieval both ways."""
     evaluation = Evaluation("image-text", model, data, output)

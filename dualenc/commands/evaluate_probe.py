@@ -13,10 +13,10 @@ from dualenc.commands.labelled_images import (
     require_other_images,
 )
 from dualenc.commands.output import Evaluation
-from dualenc.data.detect import default_split
 from dualenc.data.labels import align_labels
+from dualenc.data.readers.detect import default_split
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
-from dualenc.evaluation.report import Table
+from dualenc.evaluation.report_page import Table
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import ImageOptions
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 NEIGHBOURS = 20
 
 
-def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int, output: OutputOptions) -> None:
+def evaluate_probe(
+    model: str, data: str, images: ImageOptions, batch_size: int, output: OutputOptions
+) -> None:
     """Fit the probes on training images, and test them."""
     split = images.split or default_split(data)
     source = images.train or data
@@ -37,11 +39,17 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int,
     train_labels = require_labels(train, f"{source} ({images.train_split})", for_training=True)
     test_labels = require_labels(test, f"{data} ({split})")
     # The class numbers are those of the training images.
-    test_labels = align_labels(test_labels, test.class_names, train.class_names, f"{data} ({split})")
+    test_labels = align_labels(
+        test_labels, test.class_names, train.class_names, f"{data} ({split})"
+    )
     tower = open_image_tower(evaluation)
     settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": images.num_workers}
-    train_features, train_labels = labelled_features(evaluation, "train", tower, train, train_labels, **settings)
-    test_features, test_labels = labelled_features(evaluation, "test", tower, test, test_labels, **settings)
+    train_features, train_labels = labelled_features(
+        evaluation, "train", tower, train, train_labels, **settings
+    )
+    test_features, test_labels = labelled_features(
+        evaluation, "test", tower, test, test_labels, **settings
+    )
     if distributed.is_main():
         vectors = (train_features, train_labels, test_features)
         k = min(NEIGHBOURS, len(train_labels))
@@ -59,5 +67,7 @@ def evaluate_probe(model: str, data: str, images: ImageOptions, batch_size: int,
         facts: dict[str, object] = {"model": model, "data": data, "split": split, "train": source}
         facts |= {"train_split": images.train_split}
         facts |= {"train_images": len(train_labels), "test_images": len(test_labels)}
-        evaluation.conclude("Probes", data, facts, {"accuracy": accuracies}, [Table("Probes", rows)])
+        evaluation.conclude(
+            "Probes", data, facts, {"accuracy": accuracies}, [Table("Probes", rows)]
+        )
     distributed.barrier()

@@ -1,4 +1,5 @@
-"""Retrieval: a query-document model on BEIR folders and tables of pairs, beside BM25 and both fused."""
+"""Retrieval: a query-document model on BEIR folders and tables of pairs, beside BM25 and both
+fused."""
 
 from __future__ import annotations
 
@@ -12,16 +13,23 @@ from dualenc import distributed
 from dualenc.commands.options import given_options
 from dualenc.commands.output import RESULT, Evaluation, short_name
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import check_judged, expand_name, is_collection, read_beir, read_corpus, read_judged_queries
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
-from dualenc.data.detect import default_split, detect
 from dualenc.data.item_lists import VectorItems
-from dualenc.data.items import rows_of
-from dualenc.data.sources import open_pairs
-from dualenc.encoders.frozen import IndexEncoder
+from dualenc.data.readers.beir import (
+    check_judged,
+    expand_name,
+    is_collection,
+    read_beir,
+    read_corpus,
+    read_judged_queries,
+)
+from dualenc.data.readers.detect import default_split, detect
+from dualenc.data.readers.sources import open_pairs
+from dualenc.data.store.items import rows_of
+from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run
-from dualenc.evaluation.report import Table
+from dualenc.evaluation.report_page import Table
 from dualenc.evaluation.retrieval import (
     Result,
     bm25_run,
@@ -34,7 +42,7 @@ from dualenc.evaluation.retrieval import (
     summary_rows,
 )
 from dualenc.evaluation.runs import check_trec_names, ranked
-from dualenc.files import removed_if_refused
+from dualenc.io.files import removed_if_refused
 from dualenc.search.documents import open_documents
 from dualenc.search.fusion import fuse
 from dualenc.search.searcher import check_encoder
@@ -42,7 +50,7 @@ from dualenc.search.searcher import check_encoder
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import RetrievalOptions
     from dualenc.commands.options import ColumnOptions, OutputOptions, RankingOptions
-    from dualenc.data.vector_shards import Embeddings
+    from dualenc.data.store.vector_shards import Embeddings
     from dualenc.encoders import DualEncoder
 
 DEPTH = 100
@@ -61,7 +69,8 @@ def evaluate_retrieval(
     ranking: RankingOptions,
     output: OutputOptions,
 ) -> None:
-    """Rank the documents of every collection by the model and the other systems, and score the rankings."""
+    """Rank the documents of every collection by the model and the other systems, and score the
+    rankings."""
     ranking.check()
     evaluation = Evaluation("retrieval", model, data[0], output)
     data = [name for source in data for name in expand_name(source)]
@@ -76,7 +85,9 @@ def evaluate_retrieval(
         if indexed is not None:
             check_encoder(encoder, indexed.meta, indexed.dim, str(options.documents))
         elif isinstance(encoder, IndexEncoder):
-            raise DualencError(f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX")
+            raise DualencError(
+                f"{model}: encodes queries for the vectors of an index; name it by --documents INDEX"
+            )
         needs_texts = options.bm25 or ranking.hybrid is not None
         collections = _open_collections(data, options, columns, needs_texts, indexed)
     results: list[Result] = []
@@ -86,7 +97,9 @@ def evaluate_retrieval(
         if not distributed.is_main():
             continue
         own = short_name(model)
-        runs = {f"{own} (model)" if own in FOLDERS else own: dense} | _other_runs(dense, collection, options, ranking)
+        runs = {f"{own} (model)" if own in FOLDERS else own: dense} | _other_runs(
+            dense, collection, options, ranking
+        )
         for system, run in runs.items():
             result = Result(system, name, run, collection.qrels, len(collection.corpus))
             result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
@@ -114,7 +127,9 @@ def _check_columns(data: Sequence[str], columns: ColumnOptions) -> None:
         raise DualencError(f"{problem}; leave it out")
 
 
-def _facts(model: str, split: str, options: RetrievalOptions, ranking: RankingOptions) -> dict[str, object]:
+def _facts(
+    model: str, split: str, options: RetrievalOptions, ranking: RankingOptions
+) -> dict[str, object]:
     facts: dict[str, object] = {"model": model, "split": split, "depth": DEPTH}
     facts["keep_self_matches"] = options.keep_self_matches
     if options.documents is not None:
@@ -136,9 +151,13 @@ def _rank_by_model(
     """Embed a collection, below a folder of the output, and search it exactly."""
     place = Path(folder) / "embeddings"
     batch_size = options.batch_size
-    queries = evaluation.embed(place / f"queries-{split}", encoder, "left", collection.queries, batch_size)
+    queries = evaluation.embed(
+        place / f"queries-{split}", encoder, "left", collection.queries, batch_size
+    )
     if indexed is None:
-        documents = evaluation.embed(place / "documents", encoder, "right", collection.corpus, batch_size)
+        documents = evaluation.embed(
+            place / "documents", encoder, "right", collection.corpus, batch_size
+        )
     else:
         documents = indexed
         queries = queries.first(documents.dim)
@@ -165,7 +184,9 @@ def _other_runs(
         return {BM25: words}
     fused = {}
     for query in dense:
-        rankings = [[(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)]
+        rankings = [
+            [(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)
+        ]
         weights = [ranking.weight, 1 - ranking.weight]
         fused[query] = dict(fuse(rankings, ranking.hybrid, weights=weights)[:DEPTH])
     return {BM25: words, HYBRID: fused}
@@ -182,14 +203,20 @@ def _open_collections(
     for source in data:
         name, collection = _open_collection(source, options, columns, needs_texts, indexed)
         if name in collections:
-            raise DualencError(f"two folders are named {name}; rename one, or evaluate them one by one")
+            raise DualencError(
+                f"two folders are named {name}; rename one, or evaluate them one by one"
+            )
         report_self_matches(name, collection, options.keep_self_matches)
         collections[name] = collection
     return collections
 
 
 def _open_collection(
-    source: str, options: RetrievalOptions, columns: ColumnOptions, needs_texts: bool, indexed: Embeddings | None
+    source: str,
+    options: RetrievalOptions,
+    columns: ColumnOptions,
+    needs_texts: bool,
+    indexed: Embeddings | None,
 ) -> tuple[str, RetrievalSet]:
     """A collection, and the name of its folder or file."""
     split = options.split or default_split(source)
@@ -200,7 +227,9 @@ def _open_collection(
         else:
             collection = _over_index(indexed, source, split, str(options.documents), needs_texts)
     elif indexed is not None:
-        raise DualencError(f"{source}: names no documents of the index; --documents needs a BEIR folder")
+        raise DualencError(
+            f"{source}: names no documents of the index; --documents needs a BEIR folder"
+        )
     else:
         name = Path(source).stem
         collection = _open_pairs(source, split, columns)
@@ -211,10 +240,13 @@ def _open_collection(
     return name, collection
 
 
-def _over_index(indexed: Embeddings, source: str, split: str, index: str, needs_texts: bool) -> RetrievalSet:
+def _over_index(
+    indexed: Embeddings, source: str, split: str, index: str, needs_texts: bool
+) -> RetrievalSet:
     """The judged queries of a BEIR folder, and the documents of an index in its order.
 
-    The documents' texts are read from the folder where they are needed; else they are what the index shows.
+    The documents' texts are read from the folder where they are needed; else they are what the
+    index shows.
     """
     bad_rows = BadRows(source)
     queries, qrels = read_judged_queries(Path(source), split, indexed.ids, bad_rows)
@@ -236,7 +268,8 @@ def _over_index(indexed: Embeddings, source: str, split: str, index: str, needs_
 
 
 def _open_pairs(source: str, split: str, columns: ColumnOptions) -> RetrievalSet:
-    """Pairs as a test: left items are the queries, all right items the corpus, at most 100,000 of them."""
+    """Pairs as a test: left items are the queries, all right items the corpus, at most 100,000 of
+    them."""
     try:
         pairs = open_pairs(source, **vars(columns), split=split)
     except DualencError as error:

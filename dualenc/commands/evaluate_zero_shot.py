@@ -12,12 +12,12 @@ from dualenc import distributed
 from dualenc.commands.labelled_images import open_images, require_labels
 from dualenc.commands.output import Evaluation, short_name
 from dualenc.data import Corpus
-from dualenc.data.detect import default_split
-from dualenc.data.items import rows_of
 from dualenc.data.labels import align_labels, are_numbers
+from dualenc.data.readers.detect import default_split
+from dualenc.data.store.items import rows_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import best_positive_ranks
-from dualenc.evaluation.report import Table
+from dualenc.evaluation.report_page import Table
 from dualenc.evaluation.zero_shot import (
     TEMPLATES,
     class_embeddings,
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 CUTOFFS = (1, 5)
 
 
-def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: OutputOptions) -> None:
+def evaluate_zero_shot(
+    model: str, data: str, options: ZeroShotOptions, output: OutputOptions
+) -> None:
     """Give each image the class whose prompts are nearest."""
     evaluation = Evaluation("zero-shot", model, data, output)
     templates = TEMPLATES if options.templates is None else read_templates(options.templates)
@@ -46,9 +48,13 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
     prompts = class_prompts(names, templates)
     corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
     encoder = evaluation.open("image-text")
-    embedded = evaluation.embed(f"embeddings/images-{split}", encoder, "left", images, options.batch_size)
+    embedded = evaluation.embed(
+        f"embeddings/images-{split}", encoder, "left", images, options.batch_size
+    )
     vectors = np.asarray(embedded.vectors, np.float32)
-    embedded_prompts = evaluation.embed("embeddings/prompts", encoder, "right", corpus, options.batch_size)
+    embedded_prompts = evaluation.embed(
+        "embeddings/prompts", encoder, "right", corpus, options.batch_size
+    )
     classes = class_embeddings(np.asarray(embedded_prompts.vectors, np.float32), len(names))
     # Of the images that could be read.
     labels = labels[rows_of(images.ids, embedded.ids)]
@@ -57,7 +63,9 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
         by_class: list[dict[str, Any]] = []
         for number in np.unique(labels).tolist():
             own = ranks[labels == number]
-            by_class.append({"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))})
+            by_class.append(
+                {"class": names[number], "images": len(own), "top@1": float(np.mean(own == 1))}
+            )
         scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
         sizes = {"images": len(ranks), "classes": len(names)}
         evaluation.conclude(
@@ -77,16 +85,24 @@ def evaluate_zero_shot(model: str, data: str, options: ZeroShotOptions, output: 
 def _class_names(
     file: str | None, own: Sequence[str] | None, labels: np.ndarray, data: str
 ) -> tuple[list[str], np.ndarray]:
-    """Readable names of all classes, from a file or from the data, and the labels (N,) in their numbers."""
+    """Readable names of all classes, from a file or from the data, and the labels (N,) in their
+    numbers."""
     own = own or ()
     lines = own if file is None else [line for _, line in read_lines(file)]
     names = [readable_class(line) for line in lines]
     if are_numbers(names):
-        raise DualencError(f"{data}: the classes have no names; give them with --class_names FILE, one on each line")
+        raise DualencError(
+            f"{data}: the classes have no names; give them with --class_names FILE, one on each line"
+        )
     if not are_numbers(own) and set(own) <= {*lines, *(line.split()[0] for line in lines)}:
         # A file may list the classes of the data in another order, and others among them.
         return names, align_labels(labels, own, lines, data)
-    if file is not None and are_numbers(own) and labels.min(initial=2) == 1 and labels.max() == len(names):
+    if (
+        file is not None
+        and are_numbers(own)
+        and labels.min(initial=2) == 1
+        and labels.max() == len(names)
+    ):
         if distributed.is_main():
             print("class numbers begin at 1: the first name is that of class 1")
         labels = labels - 1
@@ -98,7 +114,9 @@ def _class_names(
         return names, align_labels(labels, recorded, listed, data)
     moved = [name for name, line in zip(recorded, listed) if name != line and name in listed]
     if (moved or len(recorded) != len(names)) and not are_numbers(recorded):
-        problem = f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"
+        problem = (
+            f"{len(names)} class names for {len(recorded)} classes, which it does not list by name"
+        )
         if moved:
             problem = f"lists {moved[0]} at the place of another class of the data, and not all of them by name"
         raise DualencError(f"{file}: {problem}; name each class of the data, or use its names")

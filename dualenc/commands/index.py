@@ -18,10 +18,10 @@ from dualenc.commands.options import (
     refuse_together,
 )
 from dualenc.errors import DualencError
-from dualenc.files import remove as remove_path
-from dualenc.files import was_replaced_by_killed
-from dualenc.reading import read_json_object
-from dualenc.terminal import printable
+from dualenc.io.files import remove as remove_path
+from dualenc.io.files import was_replaced_by_killed
+from dualenc.io.reading import read_json_object
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.data import Corpus
@@ -48,24 +48,28 @@ def index(
     batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
-    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one, or verify one.
+    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA; append to one, remove from one,
+    or verify one.
 
-    The index is measured: recall@10 against exact search, and the time of a query. Of a refined index that half of the
-    memory does not hold the codes that refine are a file of their own.
+    The index is measured: recall@10 against exact search, and the time of a query. Of a refined
+    index that half of the memory does not hold the codes that refine are a file of their own.
 
-    --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts, by which BM25
-    follows --append and --remove; `dualenc index INDEX [DATA] --bm25 --texts` adds them to an index.
+    --bm25 also indexes the words of the texts, for `search --hybrid`, and --texts keeps the texts,
+    by which BM25 follows --append and --remove; `dualenc index INDEX [DATA] --bm25 --texts` adds
+    them to an index.
 
     Args:
-        source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and --texts also that of an
-            index.
+        source: folder of embeddings, model folder or name; for --remove, --verify, --bm25 and
+            --texts also that of an index.
         data: what to embed, with a model: BEIR folder, folder of images, table, tars, or hub name.
         out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
-        append: add the vectors to the index that is in out; with a model and data they are cut as it is.
+        append: add the vectors to the index that is in out; with a model and data they are cut as
+            it is.
         remove: file with ids, one a line, to take out of the index.
         verify: compare every file of an index or of embeddings with its checksum.
         bm25: index the words of the texts beside the vectors.
-        texts: keep the whole texts beside the vectors, for --append, --remove and `dualenc migrate`.
+        texts: keep the whole texts beside the vectors, for --append, --remove and `dualenc
+            migrate`.
         side: with a model: left or right; by default documents, or whatever the data holds.
         batch_size: items per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -73,7 +77,7 @@ def index(
     from dualenc import distributed
     from dualenc.commands.output import start_processes, writing
     from dualenc.search import Index
-    from dualenc.search.migration_folder import check_unmigrated
+    from dualenc.search.migration.migration_folder import check_unmigrated
 
     _check_together(data, out, build, append, remove, verify, bm25, texts, side, items)
     if verify:
@@ -146,14 +150,15 @@ def _check_together(
 
 
 def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -> tuple[Path, bool]:
-    """Embed into a folder beside an index; returns it, and whether a killed process has appended all.
+    """Embed into a folder beside an index; returns it, and whether a killed process has appended
+    all.
 
     The folder stays after a failed build: a factory string that FAISS refuses does not cost the
     embedding. `was_killed` says that a process was killed after it had replaced the index.
     """
     from dualenc.commands.output import embed_into
-    from dualenc.data.items import rows_of
-    from dualenc.search.embeddings import check_embeddings_target
+    from dualenc.data.store.items import rows_of
+    from dualenc.search.embed.writer import check_embeddings_target
 
     target = Path(os.path.abspath(out))
     folder = target.with_name(f".{target.name}.embeddings")
@@ -179,7 +184,9 @@ def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -
     return folder, has_grown and embedded.meta["files"] == left.get("files")
 
 
-def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool) -> None:
+def _add_texts(
+    source: str, data: str | None, items: SourceOptions, *, bm25: bool, texts: bool
+) -> None:
     """Add BM25 or texts to an index that is already there."""
     from dualenc.search import is_index
 
@@ -188,13 +195,15 @@ def _add_texts(source: str, data: str | None, items: SourceOptions, *, bm25: boo
     _write_texts(source, _open_texts(source, data, items), bm25=bm25, texts=texts)
 
 
-def _check_build(source: str, data: str | None, out: str, build: BuildOptions, append: bool) -> None:
+def _check_build(
+    source: str, data: str | None, out: str, build: BuildOptions, append: bool
+) -> None:
     """Refuse what would fail after the embedding, which may take hours."""
-    from dualenc.data.vector_shards import is_embeddings
+    from dualenc.data.store.vector_shards import is_embeddings
     from dualenc.search import is_index
-    from dualenc.search.build import check_factory
-    from dualenc.search.index import check_target
-    from dualenc.search.kinds import parse_bytes
+    from dualenc.search.index.build import check_factory
+    from dualenc.search.index.kinds import parse_bytes
+    from dualenc.search.index.open import check_target
 
     if build.memory is not None:
         parse_bytes(build.memory)
@@ -203,14 +212,18 @@ def _check_build(source: str, data: str | None, out: str, build: BuildOptions, a
     if append and not is_index(out):
         raise DualencError(f"{out}: holds no index to append to; leave out --append to build one")
     if data is None and not is_embeddings(source):
-        raise DualencError(f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA")
+        raise DualencError(
+            f"{source}: holds no embeddings; if it is a model, name the data too: index MODEL DATA"
+        )
 
 
 def _column_names(source: Embeddings | Index) -> list[str]:
     return [] if source.columns is None else source.columns.column_names
 
 
-def _as_grown(grown: Index, items: SourceOptions, options: EmbedOptions) -> tuple[SourceOptions, EmbedOptions]:
+def _as_grown(
+    grown: Index, items: SourceOptions, options: EmbedOptions
+) -> tuple[SourceOptions, EmbedOptions]:
     """How to read and embed what an index grows by: with its columns, and cut as it is."""
     # Larger vectors may be of another model, where the index does not name its own.
     dim = options.dim or (grown.dim if "model_checksum" in grown.meta else None)
@@ -220,36 +233,48 @@ def _as_grown(grown: Index, items: SourceOptions, options: EmbedOptions) -> tupl
 
 def _check_growth(grown: Index, work: Work, out: str) -> None:
     """Refuse what the index would refuse after the embedding."""
-    from dualenc.search.change import check_addition
-    from dualenc.search.embed import tower_checksum
+    from dualenc.search.embed.encode import tower_checksum
+    from dualenc.search.index.change import check_addition
 
-    about = {"dimension": work.settings["dim"] or work.tower.dim, "model_checksum": tower_checksum(work.tower)}
-    check_addition(grown, {**about, "side": work.side, "output": work.settings["output"]}, work.corpus.ids, out)
+    about = {
+        "dimension": work.settings["dim"] or work.tower.dim,
+        "model_checksum": tower_checksum(work.tower),
+    }
+    check_addition(
+        grown, {**about, "side": work.side, "output": work.settings["output"]}, work.corpus.ids, out
+    )
 
 
 def _append(folder: Path, grown: Index, out: str, dim: int | None, corpus: Corpus | None) -> None:
-    from dualenc.search import Embeddings, change
+    from dualenc.search import Embeddings
+    from dualenc.search.index import change
 
     added = _first(Embeddings.open(folder, verify=True), dim)
     missing = ",".join(sorted(set(_column_names(grown)) - set(_column_names(added))))
     if missing:
-        problem = f"has no column {missing}, which the index filters by; embed with --columns {missing}"
+        problem = (
+            f"has no column {missing}, which the index filters by; embed with --columns {missing}"
+        )
         raise DualencError(f"{folder}: {problem}")
     appended = change.append(out, added, corpus)
     print(printable(f"{len(added):,} vectors appended, now {len(appended):,} → {out}"))
 
 
-def _build(folder: Path, out: str, build: BuildOptions, corpus: Corpus | None, *, bm25: bool, texts: bool) -> None:
+def _build(
+    folder: Path, out: str, build: BuildOptions, corpus: Corpus | None, *, bm25: bool, texts: bool
+) -> None:
     from dualenc.search import Embeddings, Index
-    from dualenc.search.index import rows_in
-    from dualenc.search.kinds import parse_bytes
+    from dualenc.search.index.kinds import parse_bytes
+    from dualenc.search.index.open import rows_in
 
     vectors = _first(Embeddings.open(folder, verify=True), build.dim)
     if corpus is not None:
         rows_in(corpus, vectors, folder)
     options: dict[str, Any] = {name: value for name, value in vars(build).items() if name != "dim"}
     if build.queries is not None:
-        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[: build.recall_queries]
+        options["queries"] = _first(Embeddings.open(build.queries), build.dim).vectors[
+            : build.recall_queries
+        ]
     options["memory"] = None if build.memory is None else parse_bytes(build.memory)
     _describe(Index.build(vectors, None, folder=out, progress=True, **options), out)
     if corpus is not None:
@@ -269,32 +294,41 @@ def _describe(built: Index, out: str) -> None:
     print(printable(f"{len(built):,} vectors of dimension {built.dim} ({kind}) → {out}"))
     if "recall_at_10" not in meta:
         return
-    print(f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)")
+    print(
+        f"recall@10 against exact search: {meta['recall_at_10']:.4f} ({meta['recall_queries']} queries)"
+    )
     if meta["recall_at_10"] < meta.get("target_recall", 0) - RECALL_TOLERANCE:
-        print(f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)")
+        print(
+            f"this misses the target of {meta['target_recall']:g}; give a --factory of finer codes or Refine(SQfp16)"
+        )
     times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
     print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
 
 
 def _check_texts_of(index: str, *, bm25: bool, texts: bool) -> bool:
-    """Whether an index has BM25 or texts, which appended ones then join; refuse to append to what it does not have."""
+    """Whether an index has BM25 or texts, which appended ones then join; refuse to append to what
+    it does not have."""
     from dualenc.search.lexical import has_lexical
     from dualenc.search.texts import has_texts
 
     if (bm25 and not has_lexical(index)) or (texts and not has_texts(index)):
-        raise DualencError(f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts")
+        raise DualencError(
+            f"{index}: has no BM25 or no texts to append to; run dualenc index {index} --bm25 --texts"
+        )
     return has_lexical(index) or has_texts(index)
 
 
 def _open_texts(folder: str, data: str | None, items: SourceOptions) -> Corpus:
     """Open the texts that an index or embeddings were made of."""
-    from dualenc.data.sources import open_corpus
+    from dualenc.data.readers.sources import open_corpus
 
     path = Path(folder) / "meta.json"
     meta = {} if data is not None and not path.is_file() else read_json_object(path)
     recorded = data or meta.get("data")
     if not isinstance(recorded, str):
-        raise DualencError(f"{folder}: does not say what it was made of; name it: index INDEX DATA --texts")
+        raise DualencError(
+            f"{folder}: does not say what it was made of; name it: index INDEX DATA --texts"
+        )
     reading: dict[str, Any] = {**SourceOptions.recorded(meta, folder), **items.given()}
     return open_corpus(recorded, modality="text", **reading)
 
@@ -312,7 +346,7 @@ def _write_texts(folder: str, corpus: Corpus, *, bm25: bool, texts: bool) -> Non
 
 def _verify(folder: str) -> None:
     """Open an index or embeddings with every file read and compared."""
-    from dualenc.data.vector_shards import is_embeddings
+    from dualenc.data.store.vector_shards import is_embeddings
     from dualenc.search import Embeddings, Index
     from dualenc.search.lexical import Lexical, has_lexical
     from dualenc.search.texts import TextStore, has_texts
@@ -324,17 +358,23 @@ def _verify(folder: str) -> None:
     if isinstance(opened, Index) and has_lexical(folder):
         Lexical.open(folder, opened.items_checksum, verify=True)
     size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    print(printable(f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"))
+    print(
+        printable(
+            f"{folder}: {len(opened):,} vectors, {size / 2**20:,.1f} MiB, every file as it was written"
+        )
+    )
 
 
 def _remove(folder: str, path: str) -> None:
     """Remove the ids of a file from an index."""
-    from dualenc.search import change
+    from dualenc.search.index import change
 
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DualencError(f"{path}: cannot be read ({error}); give a text file with one id a line") from None
+        raise DualencError(
+            f"{path}: cannot be read ({error}); give a text file with one id a line"
+        ) from None
     # Not `splitlines`: an id may hold other separators than a line break.
     ids = [line for line in text.split("\n") if line]
     changed = change.remove(folder, ids)

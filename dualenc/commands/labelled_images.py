@@ -8,10 +8,10 @@ import numpy as np
 
 from dualenc.commands.output import Evaluation, embed_into, recorded_name
 from dualenc.data import Corpus, open_corpus
-from dualenc.data.detect import detect
-from dualenc.data.images import split_folder
-from dualenc.data.items import rows_of
 from dualenc.data.labels import rows_with_label
+from dualenc.data.readers.detect import detect
+from dualenc.data.readers.images import split_folder
+from dualenc.data.store.items import rows_of
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 
@@ -22,7 +22,12 @@ def random_rows(total: int, limit: int | None, seed: int) -> np.ndarray:
 
 
 def open_images(
-    data: str, split: str, label_column: str | None = None, *, limit: int | None = None, seed: int = 0
+    data: str,
+    split: str,
+    label_column: str | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
 ) -> Corpus:
     """Open images and their labels, if there are any; `limit` of them at random.
 
@@ -46,22 +51,32 @@ def require_other_images(train: str, train_split: str, data: str, split: str) ->
     if is_same and detect(data) == "images":
         parts = {split_folder(data, part) for part in parts}
     if is_same and len(parts) == 1:
-        raise DualencError(f"{data}: a probe would be tested on its own images; name others: --train")
+        raise DualencError(
+            f"{data}: a probe would be tested on its own images; name others: --train"
+        )
 
 
 def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
     """The (N,) labels of a corpus that `open_images` opened; for training two classes or more."""
     if corpus.labels is None:
-        raise DualencError(f"{what}: there are no labels; name their column with --label-column, or use class folders")
+        raise DualencError(
+            f"{what}: there are no labels; name their column with --label-column, or use class folders"
+        )
     if for_training and len(np.unique(corpus.labels)) < 2:
         raise DualencError(f"{what}: all images are of one class; a probe needs two or more")
     return corpus.labels
 
 
 def labelled_features(
-    evaluation: Evaluation, part: str, tower: Tower, corpus: Corpus, labels: np.ndarray, **options: Any
+    evaluation: Evaluation,
+    part: str,
+    tower: Tower,
+    corpus: Corpus,
+    labels: np.ndarray,
+    **options: Any,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features (N, D) and labels (N,) of the images that could be read, stored below `features` of the output."""
+    """Features (N, D) and labels (N,) of the images that could be read, stored below `features` of
+    the output."""
     folder = evaluation.folder / "features" / part
     embedded = evaluation.noted(embed_into(folder, tower, corpus, output="features", **options))
     return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]

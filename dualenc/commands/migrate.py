@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from dualenc.commands.options import BatchSize, refuse_together
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
-    from dualenc.search.migrate import RolledBack
+    from dualenc.search.migration.stages import RolledBack
 
 
 def migrate(
@@ -26,25 +26,29 @@ def migrate(
     batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
-    """Change the model of an index: measure what is to be expected, then embed its documents again, most found first.
+    """Change the model of an index: measure what is to be expected, then embed its documents again,
+    most found first.
 
-    A sample is embedded with the new model, and maps between the two spaces are learned from it. The report compares
-    the old model, mapped vectors and the new model. Then the index answers with the new model over mapped vectors,
-    which give way to new ones as documents are embedded; where mapped vectors find significantly less, or no judgements
-    tell, it stays the old one until enough are. The same command resumes an interrupted migration.
-    Until it has ended the index takes no other change. The work folder is INDEX.migration, the report
-    INDEX.migration.html.
+    A sample is embedded with the new model, and maps between the two spaces are learned from it.
+    The report compares the old model, mapped vectors and the new model. Then the index answers with
+    the new model over mapped vectors, which give way to new ones as documents are embedded; where
+    mapped vectors find significantly less, or no judgements tell, it stays the old one until enough
+    are. The same command resumes an interrupted migration. Until it has ended the index takes no
+    other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     Args:
         index: an index of texts.
         new_model: model folder or name, of kind query-document.
-        data: the documents, unless `dualenc index INDEX --texts` has kept them; by default what the index was made of.
-            With a BEIR folder that has test judgements the report measures nDCG@10.
-        queries: table of past queries, which decide the order; by default those of the BEIR folder, else the sample.
+        data: the documents, unless `dualenc index INDEX --texts` has kept them; by default what the
+            index was made of. With a BEIR folder that has test judgements the report measures
+            nDCG@10.
+        queries: table of past queries, which decide the order; by default those of the BEIR folder,
+            else the sample.
         report_only: stop after the report; the same command without it goes on.
-        anyway: go on although the report shows that the new model finds significantly less than the old one; without
-            judgements, serve mapped vectors.
-        rollback: put the old index back and end the migration; what was embedded stays, to go on later.
+        anyway: go on although the report shows that the new model finds significantly less than the
+            old one; without judgements, serve mapped vectors.
+        rollback: put the old index back and end the migration; what was embedded stays, to go on
+            later.
         discard: with --rollback, remove these vectors, too.
         batch_size: texts per forward pass.
         device: such as cpu or cuda:0; by default a GPU if there is one.
@@ -57,14 +61,16 @@ def migrate(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DualencError("dualenc migrate runs in one process; start it without accelerate")
     if new_model is None and not rollback:
-        raise DualencError("dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL")
+        raise DualencError(
+            "dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL"
+        )
     if discard and not rollback:
         problem = "--discard removes what a migration has embedded"
         raise DualencError(f"{problem}; give it with --rollback, or leave it out")
     from dualenc.commands.migrate_index import migrate_index
-    from dualenc.files import locked
-    from dualenc.search.migrate import roll_back
-    from dualenc.search.migration_folder import work_folder
+    from dualenc.io.files import locked
+    from dualenc.search.migration.migration_folder import work_folder
+    from dualenc.search.migration.stages import roll_back
 
     with locked(work_folder(index), wait=False, option="INDEX"):
         if rollback or new_model is None:

@@ -13,27 +13,28 @@ from dualenc.commands.options import SourceOptions
 from dualenc.commands.output import open_model, recorded_name, start_processes
 from dualenc.data import Corpus
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_judged_queries
-from dualenc.data.sources import open_corpus
+from dualenc.data.readers.beir import read_judged_queries
+from dualenc.data.readers.sources import open_corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
-from dualenc.evaluation import migration as measures
+from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.metrics import Qrels
-from dualenc.evaluation.report import Table, check_report_target, print_table, write_report
-from dualenc.files import locked, write_json
-from dualenc.reading import check_fields
-from dualenc.search import Embeddings, Index, maps
-from dualenc.search.build import new_index
+from dualenc.evaluation.report_page import Table, check_report_target, print_table, write_report
+from dualenc.io.files import locked, write_json
+from dualenc.io.reading import check_fields
+from dualenc.io.terminal import printable
+from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
-from dualenc.search.embed import embed, tower_checksum
-from dualenc.search.filter_recall import RESULT, VECTORS
-from dualenc.search.index import rows_in
-from dualenc.search.migrate import SHARES, Migration, order_by_hits, sample_rows
-from dualenc.search.migration_folder import read_plan, remove_work, work_folder
-from dualenc.search.pushed import is_pushed
+from dualenc.search.embed.encode import embed, tower_checksum
+from dualenc.search.engines.engine import is_pushed
+from dualenc.search.engines.filter_recall import RESULT, VECTORS
+from dualenc.search.index.build import new_index
+from dualenc.search.index.open import rows_in
+from dualenc.search.migration import maps
+from dualenc.search.migration.migration_folder import read_plan, remove_work, work_folder
+from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
-from dualenc.terminal import printable
 
 MIN_DOCUMENTS = 100
 """Below, maps cannot be learned, and embedding everything takes seconds."""
@@ -46,7 +47,8 @@ MIN_OTHER_QUERIES = 100
 
 
 class Texts(NamedTuple):
-    """The documents in the order of the index; judged queries, and queries that decide the order, if there are any."""
+    """The documents in the order of the index; judged queries, and queries that decide the order,
+    if there are any."""
 
     corpus: Corpus
     judged: tuple[Corpus, Qrels] | None
@@ -64,9 +66,12 @@ def migrate_index(
     batch_size: int,
     device: str | None,
 ) -> None:
-    """Start or resume a migration, whose work folder is locked; the arguments are those of the command."""
+    """Start or resume a migration, whose work folder is locked; the arguments are those of the
+    command."""
     if is_pushed(folder):
-        raise DualencError(f"{folder}: an engine does not migrate; migrate the embeddings and push again")
+        raise DualencError(
+            f"{folder}: an engine does not migrate; migrate the embeddings and push again"
+        )
     # Whoever changes the index comes before this, and is refused afterwards.
     with locked(folder, wait=False, option="INDEX"):
         index = Index.open(folder)
@@ -120,14 +125,24 @@ def migrate_index(
 
 
 def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
-    """Refuse an index that is not of a query-document model's documents, or lacks a factory string."""
+    """Refuse an index that is not of a query-document model's documents, or lacks a factory
+    string."""
     if "modality" not in meta:
-        raise DualencError(f"{folder}: does not say which model made it; build it from what `dualenc embed` writes")
-    expected = {"kind": "query-document", "modality": "text", "side": "right", "output": "embedding"}
+        raise DualencError(
+            f"{folder}: does not say which model made it; build it from what `dualenc embed` writes"
+        )
+    expected = {
+        "kind": "query-document",
+        "modality": "text",
+        "side": "right",
+        "output": "embedding",
+    }
     about = {name: meta.get(name, value) for name, value in expected.items()}
     if about != expected:
         what = ", ".join(map(str, about.values()))
-        raise DualencError(f"{folder}: holds {what}; only documents of a query-document model migrate")
+        raise DualencError(
+            f"{folder}: holds {what}; only documents of a query-document model migrate"
+        )
     check_fields(meta, {"factory": str}, Path(folder) / "meta.json")
 
 
@@ -147,7 +162,9 @@ def _clean_up(folder: str, checksum: str) -> None:
 class _Steps:
     """The work of a migration with the new model."""
 
-    def __init__(self, migration: Migration, texts: Texts, encoder: DualEncoder, batch_size: int) -> None:
+    def __init__(
+        self, migration: Migration, texts: Texts, encoder: DualEncoder, batch_size: int
+    ) -> None:
         self.migration = migration
         self.texts = texts
         self.encoder = encoder
@@ -172,7 +189,9 @@ class _Steps:
         return self._embed(self.encoder.right, corpus, self.migration.work / name, progress=bar)
 
     def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
-        return np.asarray(self._embed(tower, queries, None, dim=dim, progress="embed queries").vectors)
+        return np.asarray(
+            self._embed(tower, queries, None, dim=dim, progress="embed queries").vectors
+        )
 
     def measure(self) -> dict[str, Any]:
         """Learn the map, order the documents, measure, and write all this into the work folder."""
@@ -216,8 +235,15 @@ class _Steps:
         }
         if not self.is_resumed:
             rest = self.seconds * (len(order) / len(old) - 1)
-            facts |= {"seconds for the sample": self.seconds, "seconds for the others, estimated": rest}
-        report = {"facts": facts, "systems": systems_rows, "served": measures.served_shares(systems_rows)}
+            facts |= {
+                "seconds for the sample": self.seconds,
+                "seconds for the others, estimated": rest,
+            }
+        report = {
+            "facts": facts,
+            "systems": systems_rows,
+            "served": measures.served_shares(systems_rows),
+        }
         write_json(self.migration.work / "report.json", report)
         return report
 
@@ -230,16 +256,23 @@ class _Steps:
             check_encoder(encoder, index.meta, index.dim, self.migration.folder)
             return encoder.left
         except DualencError as error:
-            print(printable(f"documents take the place of queries; the old model is of no use: {error}"))
+            print(
+                printable(
+                    f"documents take the place of queries; the old model is of no use: {error}"
+                )
+            )
             return None
 
     def embed_all(self, served: list[float]) -> None:
-        """Embed the documents share by share, and replace the index at each share that is `served`."""
+        """Embed the documents share by share, and replace the index at each share that is
+        `served`."""
         embedded = [self.sample]
         for stage in self.migration.stages(self.rows):
             if len(stage.rows):
                 name = f"embeddings-{stage.stop}"
-                embedded.append(self._embed_documents(stage.rows, name, f"embed up to {stage.share:.0%}"))
+                embedded.append(
+                    self._embed_documents(stage.rows, name, f"embed up to {stage.share:.0%}")
+                )
             if stage.share in served and self.migration.is_ahead(stage.stop):
                 self._report_dropped()
                 self.migration.swap(self.old, embedded, stage.stop)
@@ -270,7 +303,9 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
         corpus = open_corpus(source, modality="text", **SourceOptions.recorded(index.meta, folder))
         corpus = corpus.take(rows_in(corpus, index, folder))
     else:
-        raise DualencError(f"{folder}: keeps no texts, and its data {source} is gone; name it by --data")
+        raise DualencError(
+            f"{folder}: keeps no texts, and its data {source} is gone; name it by --data"
+        )
     judged = _open_judged(Path(source), corpus.ids)
     if data is not None and judged is None:
         without = "no test judgements of these documents (qrels/test.tsv)"
@@ -284,11 +319,14 @@ def _open_texts(folder: str, index: Index, data: str | None, queries: str | None
         others = [row for row, name in enumerate(past.ids) if name not in measured]
         if len(others) >= MIN_OTHER_QUERIES:
             past = past.take(others)
-    return Texts(corpus, judged, None if past is None else past.take(_drawn(len(past), MAX_QUERIES)))
+    return Texts(
+        corpus, judged, None if past is None else past.take(_drawn(len(past), MAX_QUERIES))
+    )
 
 
 def _open_judged(folder: Path, indexed_ids: Sequence[str]) -> tuple[Corpus, Qrels] | None:
-    """Up to 500 test queries of a BEIR folder with a relevant document in the index, and their judgements."""
+    """Up to 500 test queries of a BEIR folder with a relevant document in the index, and their
+    judgements."""
     if not (folder / "qrels" / "test.tsv").is_file():
         return None
     bad_rows = BadRows(folder)
@@ -317,7 +355,9 @@ def _show(report: Mapping[str, Any], page: Path) -> None:
     facts = report["facts"]
     systems = Table("On the sample [95 % interval]", measures.table_rows(report["systems"]))
     write_report(page, "Change of model", facts=facts, tables=[systems])
-    print_table(Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()]))
+    print_table(
+        Table("Change of model", [{"what": name, "value": value} for name, value in facts.items()])
+    )
     print_table(systems)
     share = min(report["served"])
     if share > 0:

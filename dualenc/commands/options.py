@@ -1,4 +1,5 @@
-"""Options that several commands share, or that belong together; `dualenc.cli` makes a flat list of them."""
+"""Options that several commands share, or that belong together; `dualenc.cli` makes a flat list of
+them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def given_options(options: Any) -> dict[str, bool]:
 
 
 COMMAS = Parameter(converter=_split, n_tokens=1)
-"""Marks a list that is split at commas; texts of any other list may hold commas, and its option may be repeated."""
+"""Marks a list that is split at commas; texts of any other list may hold commas, and its option may
+be repeated."""
 
 BatchSize = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 20))]
 Workers = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1024))]
@@ -56,11 +58,14 @@ class SourceOptions:
         text_column: column with the texts, where it has no usual name.
         image_column: column with the images, where it has no usual name.
         vector_column: column with the vectors, where it has no usual name.
-        id_column: column with the ids; by default _id, id or another usual name. Without one, or by none, row numbers.
-        columns: further columns of a table, separated by commas, kept to filter results by; double quotes
-            protect the comma of a name.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
-        allow_outside: let image paths lead out of the table's folder; only for a table that you trust.
+        id_column: column with the ids; by default _id, id or another usual name. Without one, or by
+            none, row numbers.
+        columns: further columns of a table, separated by commas, kept to filter results by; double
+            quotes protect the comma of a name.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is
+            in quotes.
+        allow_outside: let image paths lead out of the table's folder; only for a table that you
+            trust.
     """
 
     split: str = "train"
@@ -73,20 +78,27 @@ class SourceOptions:
     allow_outside: bool = False
 
     def given(self) -> dict[str, Any]:
-        """What is not as by default, but for the columns to keep and trust: how to read the same items again."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("columns", "allow_outside")}
+        """What is not as by default, but for the columns to keep and trust: how to read the same
+        items again."""
+        kept = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("columns", "allow_outside")
+        }
         return {name: value for name, value in kept.items() if value != getattr(type(self), name)}
 
     @classmethod
     def recorded(cls, meta: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Return what a meta.json records as `given`, so that the same items are read; refuse anything else."""
+        """Return what a meta.json records as `given`, so that the same items are read; refuse
+        anything else."""
         reading = meta.get("read", {})
         names = {field.name for field in fields(cls)} - {"columns", "allow_outside"}
         if isinstance(reading, dict) and names.issuperset(reading):
             kinds = {"quotes": bool}
             if all(isinstance(value, kinds.get(name, str)) for name, value in reading.items()):
                 return reading
-        # The meta.json may be a stranger's: paths outside a table's folder are allowed by the user alone.
+        # The meta.json may be a stranger's: paths outside a table's folder are allowed by the user
+        # alone.
         problem = f"'read' in meta.json is {str(reading)[:80]}, not how the data was read"
         raise DualencError(f"{source}: {problem}; build it again")
 
@@ -99,7 +111,8 @@ class EmbedOptions:
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
         output: embedding for unit vectors, features for what probes use.
-        dim: keep only so many of the first components, as models trained with `dims` allow; by default all.
+        dim: keep only so many of the first components, as models trained with `dims` allow; by
+            default all.
         autocast: run the model in this precision.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
@@ -119,9 +132,11 @@ class BuildOptions:
     """The kind of an index, and how its quality is measured.
 
     Args:
-        factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or OPQ32,IVF4096,PQ32.
+        factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or
+            OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
-        dim: index only so many of the first components of the vectors; queries are cut likewise; by default all.
+        dim: index only so many of the first components of the vectors; queries are cut likewise; by
+            default all.
         memory: memory for building and searching, such as 2GiB; by default what the machine has.
         target_recall: recall@10 that auto and the search parameters are chosen for.
         recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
@@ -144,7 +159,8 @@ class SearchOptions:
     Args:
         model: model folder or name, if the one that made the index has moved.
         nprobe: lists that an IVF index visits; by default what the build or the engine chose.
-        ef_search: candidates that an HNSW index keeps; by default what the build or the engine chose.
+        ef_search: candidates that an HNSW index keeps; by default what the build or the engine
+            chose.
         device: such as cpu or cuda:0.
     """
 
@@ -173,14 +189,16 @@ class ColumnOptions:
 
     Args:
         left_column: of a table of pairs, with queries or images, where it has no usual name.
-        right_column: of a table of pairs, with documents or captions (one, or a list in each row), where it has no
-            usual name.
+        right_column: of a table of pairs, with documents or captions (one, or a list in each row),
+            where it has no usual name.
         left_modality: of the left column; by default as its values look.
         right_modality: of the right column; by default as its values look.
-        weight_column: labels, grades or weights of the rows, 0 for those that do not match; by default a column with a
-            usual name that holds labels; none reads none.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is in quotes.
-        allow_outside: let image paths lead out of the table's folder; only for a table that you trust.
+        weight_column: labels, grades or weights of the rows, 0 for those that do not match; by
+            default a column with a usual name that holds labels; none reads none.
+        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is
+            in quotes.
+        allow_outside: let image paths lead out of the table's folder; only for a table that you
+            trust.
     """
 
     left_column: str | None = None

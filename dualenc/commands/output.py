@@ -1,4 +1,5 @@
-"""What commands share: the device and the processes, locked outputs, models, embeddings, an evaluation's folder."""
+"""What commands share: the device and the processes, locked outputs, models, embeddings, an
+evaluation's folder."""
 
 from __future__ import annotations
 
@@ -13,16 +14,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
-from dualenc.data.identity import digest_of
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.identity import digest_of
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
-from dualenc.evaluation.report import Table, check_report_target, print_table, write_report
-from dualenc.files import check_file_target, check_folder_target, check_writable, locked, remove, write_json
-from dualenc.reading import read_json_object
-from dualenc.search.embed import embed, tower_checksum
-from dualenc.search.embeddings import check_embeddings_target
-from dualenc.targets import check_outside
-from dualenc.terminal import printable
+from dualenc.evaluation.report_page import Table, check_report_target, print_table, write_report
+from dualenc.io.files import (
+    check_file_target,
+    check_folder_target,
+    check_writable,
+    locked,
+    remove,
+    write_json,
+)
+from dualenc.io.reading import read_json_object
+from dualenc.io.targets import check_outside
+from dualenc.io.terminal import printable
+from dualenc.search.embed.encode import embed, tower_checksum
+from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.types import StrPath
 
 if TYPE_CHECKING:
@@ -48,12 +56,15 @@ EMBEDDINGS += ["documents.json"]
 
 
 class Evaluation:
-    """The output of a task, such as "retrieval", of a model on data: checked before any work, written at the end."""
+    """The output of a task, such as "retrieval", of a model on data: checked before any work,
+    written at the end."""
 
     def __init__(self, task: str, model: str, data: str, output: OutputOptions) -> None:
         self.task = task
         self.model = model
-        self.folder = Path(output.out or f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}")
+        self.folder = Path(
+            output.out or f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}"
+        )
         self.weights: list[str] = []
         self.num_skipped = 0
         check_outside(self.folder)
@@ -71,12 +82,15 @@ class Evaluation:
         return any(True for pattern in EMBEDDINGS for _ in folder.glob(pattern))
 
     def check_weights(self, *towers: Tower) -> None:
-        """Record the checksums of the evaluated towers; refuse a folder with the results of other weights."""
+        """Record the checksums of the evaluated towers; refuse a folder with the results of other
+        weights."""
         self.weights = sorted({tower_checksum(tower) for tower in towers})
         result = self.folder / RESULT
         if result.is_file() and read_json_object(result).get("weights") != self.weights:
             problem = f"holds an evaluation of other weights than {self.model} has now"
-            raise DualencError(f"{self.folder}: {problem}; choose another --out, or remove the folder")
+            raise DualencError(
+                f"{self.folder}: {problem}; choose another --out, or remove the folder"
+            )
 
     def open(self, *kinds: str) -> DualEncoder:
         """Load the model, which must be of one of these kinds, and check its weights."""
@@ -84,9 +98,15 @@ class Evaluation:
         self.check_weights(encoder.left, encoder.right)
         return encoder
 
-    def embed(self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int) -> Embeddings:
+    def embed(
+        self, folder: StrPath, encoder: DualEncoder, side: Side, corpus: Corpus, batch_size: int
+    ) -> Embeddings:
         """Embed into a folder below the output, or reuse what is there: `embed_into`."""
-        settings: dict[str, Any] = {"side": side, "notes": {"model": self.model}, "batch_size": batch_size}
+        settings: dict[str, Any] = {
+            "side": side,
+            "notes": {"model": self.model},
+            "batch_size": batch_size,
+        }
         return self.noted(embed_into(self.folder / folder, encoder.tower(side), corpus, **settings))
 
     def noted(self, embeddings: Embeddings) -> Embeddings:
@@ -106,11 +126,14 @@ class Evaluation:
         printed: int | None = None,
         files: str = "metrics and report.html",
     ) -> None:
-        """Write metrics.json (facts and results) and report.html, headed by task and data; print the first tables."""
+        """Write metrics.json (facts and results) and report.html, headed by task and data; print
+        the first tables."""
         title = f"{task}: {short_name(self.model)} on {on}"
         if self.num_skipped:
             facts = {**facts, "skipped": self.num_skipped}
-        write_json(self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results})
+        write_json(
+            self.folder / RESULT, {"task": self.task, **facts, "weights": self.weights, **results}
+        )
         write_report(self.folder / PAGE, title, facts=facts, tables=tables)
         self._lock.close()
         for table in tables[:printed]:
@@ -119,7 +142,8 @@ class Evaluation:
 
 
 def short_name(source: str) -> str:
-    """Name of a model or of data in tables: the run of RUN/model, otherwise the last part of a path or name."""
+    """Name of a model or of data in tables: the run of RUN/model, otherwise the last part of a path
+    or name."""
     path = Path(source)
     if path.is_dir() and path.resolve().name == "model":
         path = path.resolve().parent
@@ -127,22 +151,26 @@ def short_name(source: str) -> str:
 
 
 def _distinct_name(data: str) -> str:
-    """The last part of a path or name, with a short hash that keeps data sets of the same name apart."""
+    """The last part of a path or name, with a short hash that keeps data sets of the same name
+    apart."""
     path = Path(data)
     whole = str(path.resolve()) if path.exists() else data
     return f"{path.stem}-{hashlib.sha256(whole.encode('utf-8', 'surrogateescape')).hexdigest()[:6]}"
 
 
 def recorded_name(source: str) -> str:
-    """What meta.json calls a model or data: the absolute path, by which it is found from anywhere, or the name."""
+    """What meta.json calls a model or data: the absolute path, by which it is found from anywhere,
+    or the name."""
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source
 
 
 def start_processes(device: str | None = None) -> torch.device:
-    """Join the other processes of `accelerate launch`, if there are any. Returns the device to work on.
+    """Join the other processes of `accelerate launch`, if there are any. Returns the device to work
+    on.
 
-    By default it is this process's GPU, or the CPU where there is none. A device that is not there is an error.
+    By default it is this process's GPU, or the CPU where there is none. A device that is not there
+    is an error.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -162,7 +190,8 @@ def start_processes(device: str | None = None) -> torch.device:
 
 @contextmanager
 def writing(out: StrPath, wait: bool = False) -> Iterator[None]:
-    """Lock an output for a command (`dualenc.files.locked`): the main process holds the lock, a refusal ends all."""
+    """Lock an output for a command (`dualenc.io.files.locked`): the main process holds the lock, a
+    refusal ends all."""
     problem = ""
     with ExitStack() as stack:
         if distributed.is_main():
@@ -183,12 +212,15 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     if encoder.kind not in kinds:
         needed = " or ".join(kinds)
         other = " or ".join(f"`dualenc evaluate {task}`" for task in EVALUATIONS[encoder.kind])
-        raise DualencError(f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}")
+        raise DualencError(
+            f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}"
+        )
     return encoder
 
 
 def report_skipped(embeddings: Embeddings) -> None:
-    """Print how many items could not be embedded, and why the first of them, on the main process."""
+    """Print how many items could not be embedded, and why the first of them, on the main
+    process."""
     skipped = embeddings.meta["skipped"]
     if skipped and distributed.is_main():
         first = embeddings.meta["first_skipped"][0]
@@ -196,11 +228,14 @@ def report_skipped(embeddings: Embeddings) -> None:
         print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
 
 
-def embed_into(folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any) -> Embeddings:
-    """Embed into a folder below an output; embeddings of another model, other data or another `dim` are replaced.
+def embed_into(
+    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any
+) -> Embeddings:
+    """Embed into a folder below an output; embeddings of another model, other data or another `dim`
+    are replaced.
 
-    Finished shards stay where the checksums of weights and items are the same. The side is recorded with the
-    embeddings; `options` are those of `dualenc.search.embed.embed`.
+    Finished shards stay where the checksums of weights and items are the same. The side is recorded
+    with the embeddings; `options` are those of `dualenc.search.embed.encode.embed`.
     """
     # Changed items under the same ids are noticed by `embed` itself.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
@@ -213,4 +248,6 @@ def embed_into(folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None 
         if any(meta.get(name) != value for name, value in expected.items()):
             remove(folder)
     distributed.barrier()
-    return embed(tower, corpus, folder, progress=distributed.is_main(), identity=identity, **options)
+    return embed(
+        tower, corpus, folder, progress=distributed.is_main(), identity=identity, **options
+    )

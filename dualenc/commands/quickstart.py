@@ -1,4 +1,5 @@
-"""`dualenc quickstart`: train, embed, index, search and evaluate on text that is on every machine."""
+"""`dualenc quickstart`: train, embed, index, search and evaluate on text that is on every
+machine."""
 
 from __future__ import annotations
 
@@ -24,11 +25,24 @@ from tqdm import tqdm
 
 from dualenc.commands.embed import embed
 from dualenc.commands.index import index
-from dualenc.commands.options import BuildOptions, EmbedOptions, RankingOptions, SearchOptions, SourceOptions
+from dualenc.commands.options import (
+    BuildOptions,
+    EmbedOptions,
+    RankingOptions,
+    SearchOptions,
+    SourceOptions,
+)
 from dualenc.commands.search import search
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, check_folder_target, is_folder_of, locked, remove, write_json
-from dualenc.targets import check_outside
+from dualenc.io.files import (
+    atomic_folder,
+    check_folder_target,
+    is_folder_of,
+    locked,
+    remove,
+    write_json,
+)
+from dualenc.io.targets import check_outside
 
 if TYPE_CHECKING:
     from dualenc.data import BeirPairs
@@ -42,7 +56,16 @@ PACKAGES = (
     *("networkx", "sympy", "PIL", "torch", "datasets"),
 )
 SKIPPED_FOLDERS = {
-    *("test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "_vendor"),
+    *(
+        "test",
+        "tests",
+        "testing",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "_vendor",
+    ),
 }
 MIN_LENGTH = 80  # characters that must follow the summary line
 FORMAT = "dualenc quickstart"
@@ -58,7 +81,11 @@ CONFIG = {
     **{"intermediate_size": 512, "max_position_embeddings": MAX_TOKENS},
     **{"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
 }
-SEARCHES = ("sort a list of numbers", "solve a system of linear equations", "read a file line by line")
+SEARCHES = (
+    "sort a list of numbers",
+    "solve a system of linear equations",
+    "read a file line by line",
+)
 NEXT = """\
 What to type next:
   dualenc search {out}/index "your own question"
@@ -76,19 +103,24 @@ def quickstart(
     steps: PositiveInt | None = None,
     seed: UInt32 = 0,
 ) -> None:
-    """Train a small text encoder from scratch on the documentation already on this machine; needs no network.
+    """Train a small text encoder from scratch on the documentation already on this machine; needs
+    no network.
 
-    A query is the summary line of a docstring, its document the qualified name and the rest. Sources are parsed only.
+    A query is the summary line of a docstring, its document the qualified name and the rest.
+    Sources are parsed only.
 
     Args:
-        out: folder for the data, the model, the embeddings and the index; replaced by the next quickstart.
+        out: folder for the data, the model, the embeddings and the index; replaced by the next
+            quickstart.
         max_docs: documents in the corpus at most.
         test_docs: functions that are held out from training and measured on.
         steps: training steps of 128 pairs; by default up to 600, as many as take about two minutes.
         seed: of everything random.
     """
     if max_docs < test_docs + BATCH_SIZE:
-        raise DualencError(f"--max-docs is {max_docs}; it must be at least {test_docs + BATCH_SIZE:,}")
+        raise DualencError(
+            f"--max-docs is {max_docs}; it must be at least {test_docs + BATCH_SIZE:,}"
+        )
     start = time.perf_counter()
     folder = Path(out)
     check_outside(folder)
@@ -97,7 +129,7 @@ def quickstart(
     import torch
 
     from dualenc.data import BeirPairs, read_beir
-    from dualenc.evaluation.report import Table, print_table
+    from dualenc.evaluation.report_page import Table, print_table
     from dualenc.evaluation.retrieval import Result, bm25_run
     from dualenc.training.checkpoint import mark_run
     from dualenc.training.evaluators import RetrievalEvaluator
@@ -106,38 +138,59 @@ def quickstart(
         docstrings = read_docstrings(max_docs)
         write_collection(folder / "data", docstrings, test_docs, seed)
         mark_run(folder)
-        count = f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out"
+        count = (
+            f"{len(docstrings):,} documented functions and classes, {test_docs:,} of them held out"
+        )
         print(f"{count} → {folder}/data")
         pairs = BeirPairs(folder / "data", "train")
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
         collection = read_beir(folder / "data", "test")
-        bm25 = Result("BM25", "docstrings", bm25_run(collection, 100), collection.qrels, len(collection.corpus))
+        bm25 = Result(
+            "BM25",
+            "docstrings",
+            bm25_run(collection, 100),
+            collection.qrels,
+            len(collection.corpus),
+        )
         steps = steps or affordable_steps(untrained, pairs, seed)
-        print("The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives")
+        print(
+            "The loss is log(Z/e⁺) over all documents: below 0 where a positive outweighs all negatives"
+        )
         evaluator = RetrievalEvaluator(folder / "data")
         trainer = _trainer(folder, steps, seed)
         trained = trainer.fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
         model = str(trained.model_folder)
         remove(folder / "embeddings")
         embeddings = str(folder / "embeddings")
-        embed(model, str(folder / "data"), out=embeddings, source=SourceOptions(), options=EmbedOptions())
+        embed(
+            model,
+            str(folder / "data"),
+            out=embeddings,
+            source=SourceOptions(),
+            options=EmbedOptions(),
+        )
         index(embeddings, out=str(folder / "index"), build=BuildOptions(), items=SourceOptions())
         systems = {"untrained": trained.before, "BM25": bm25.means, "trained": trained.metrics}
         rows = []
         for name, metrics in systems.items():
-            rows.append({"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]})
+            rows.append(
+                {"system": name, "nDCG@10": metrics["ndcg@10"], "recall@10": metrics["recall@10"]}
+            )
         title = f"{test_docs:,} held-out functions, searched among {len(docstrings):,} documents"
         print_table(Table(title, rows))
     for query in SEARCHES:
         search(str(folder / "index"), query, k=3, ranking=RankingOptions(), options=SearchOptions())
     if steps < FEW_STEPS:
         print(f"{steps} steps are too few to learn much; for more: dualenc quickstart --steps 300")
-    print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=shlex.quote(str(folder)))}")
+    print(
+        f"Done in {time.perf_counter() - start:.0f} s.\n\n{NEXT.format(out=shlex.quote(str(folder)))}"
+    )
 
 
 class Docstring(NamedTuple):
-    """One documented object: its qualified name, the summary line, and the rest of its docstring."""
+    """One documented object: its qualified name, the summary line, and the rest of its
+    docstring."""
 
     name: str
     summary: str
@@ -145,7 +198,8 @@ class Docstring(NamedTuple):
 
 
 def read_docstrings(limit: int, packages: Sequence[str] = PACKAGES) -> list[Docstring]:
-    """Docstrings of the standard library and of packages with a summary line and more, in the same order each time."""
+    """Docstrings of the standard library and of packages with a summary line and more, in the same
+    order each time."""
     docstrings = itertools.islice(_docstrings(packages), limit)
     return list(tqdm(docstrings, "reading docstrings", limit, unit="doc", leave=False))
 
@@ -154,10 +208,13 @@ def _docstrings(packages: Sequence[str]) -> Iterator[Docstring]:
     seen: set[str] = set()
     for module, tree in _modules(packages):
         for name, node in _documented_nodes(tree, module):
-            summary, _, rest = inspect.cleandoc(ast.get_docstring(node, clean=False) or "").partition("\n")
+            summary, _, rest = inspect.cleandoc(
+                ast.get_docstring(node, clean=False) or ""
+            ).partition("\n")
             rest = " ".join(rest.split())
             summary = summary.strip()
-            # The same summary over many overloads is one question with many answers: keep the first.
+            # The same summary over many overloads is one question with many answers: keep the
+            # first.
             is_new = seen.isdisjoint((summary, name))
             if is_new and len(summary.split()) >= 3 and len(rest) >= MIN_LENGTH:
                 seen.update((summary, name))
@@ -165,7 +222,8 @@ def _docstrings(packages: Sequence[str]) -> Iterator[Docstring]:
 
 
 def _modules(packages: Sequence[str]) -> Iterator[tuple[str, ast.Module]]:
-    """The names and the parsed sources of the modules of the standard library and of packages, without tests."""
+    """The names and the parsed sources of the modules of the standard library and of packages,
+    without tests."""
     roots = [("", Path(sysconfig.get_paths()["stdlib"]))]
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -197,13 +255,19 @@ def _documented_nodes(
                 yield from _documented_nodes(child, name)
 
 
-def write_collection(folder: Path, docstrings: Sequence[Docstring], num_test: int, seed: int = 0) -> None:
-    """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv in place of an older collection.
+def write_collection(
+    folder: Path, docstrings: Sequence[Docstring], num_test: int, seed: int = 0
+) -> None:
+    """Write corpus.jsonl, queries.jsonl, qrels/train.tsv and qrels/test.tsv in place of an older
+    collection.
 
-    Of the documents, which are all in the corpus, `num_test` random ones are held out from the training pairs.
+    Of the documents, which are all in the corpus, `num_test` random ones are held out from the
+    training pairs.
     """
     if len(docstrings) < 2 * num_test:
-        raise DualencError(f"found only {len(docstrings)} docstrings; give at most half as --test-docs")
+        raise DualencError(
+            f"found only {len(docstrings)} docstrings; give at most half as --test-docs"
+        )
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]
@@ -232,7 +296,8 @@ def new_model(texts: Any) -> TextEncoder:
 
 
 def affordable_steps(model: TextEncoder, pairs: BeirPairs, seed: int) -> int:
-    """As many training steps as take about two minutes, by the time of ten steps of a copy of the model."""
+    """As many training steps as take about two minutes, by the time of ten steps of a copy of the
+    model."""
     ticks: list[float] = []
     objective = _objective(pairs)
     objective.register_forward_pre_hook(lambda *_: ticks.append(time.perf_counter()))

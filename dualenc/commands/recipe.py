@@ -16,11 +16,13 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 def recipe(name: str | None = None, *, keys: bool = False) -> None:
-    """List the recipes that come with dualenc, or print one: `dualenc recipe text-pairs > mine.yaml`.
+    """List the recipes that come with dualenc, or print one: `dualenc recipe text-pairs >
+    mine.yaml`.
 
     Args:
         name: of a recipe in the list.
-        keys: print every key of the recipe's classes instead, with types, defaults and descriptions.
+        keys: print every key of the recipe's classes instead, with types, defaults and
+            descriptions.
     """
     paths = {path.stem.replace("_", "-"): path for path in sorted(FOLDER.glob("*.yaml"))}
     if name is None:
@@ -30,11 +32,15 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
         for label, path in paths.items():
             summary = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
             print(f"  {label:<{width}}  {summary}")
-        print("\nnext: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv")
+        print(
+            "\nnext: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv"
+        )
         return
     label = name.removesuffix(".yaml").replace("_", "-")
     if label not in paths:
-        raise DualencError(f"there is no recipe '{name}'{nearest(label, paths)}; see dualenc recipe")
+        raise DualencError(
+            f"there is no recipe '{name}'{nearest(label, paths)}; see dualenc recipe"
+        )
     text = paths[label].read_text(encoding="utf-8")
     print(_keys(text) if keys else text, end="")
 
@@ -43,8 +49,8 @@ def _keys(text: str) -> str:
     """Every key that a recipe's classes take, by section: type, default and description."""
     import docstring_parser
 
-    from dualenc.recipe import make_recipe
-    from dualenc.recipe_check import parameters
+    from dualenc.recipe.check import parameters
+    from dualenc.recipe.resolve import make_recipe
 
     lines = []
     for section, checked in make_recipe(yaml.safe_load(text)).sections.items():

@@ -1,4 +1,5 @@
-"""`dualenc report`: one HTML page with the curves of training runs, side by side where there are several."""
+"""`dualenc report`: one HTML page with the curves of training runs, side by side where there are
+several."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 MAX_VALUE = 1e100
 EVALUATION = "evaluation/"
@@ -16,7 +17,8 @@ Row = dict[str, object]
 
 
 def report(run: str, *others: str, out: str | None = None) -> None:
-    """Write one HTML page about a training run: curves of the metrics and the loss, metrics before and after training.
+    """Write one HTML page about a training run: curves of the metrics and the loss, metrics before
+    and after training.
 
     Several runs are drawn over one another. The page holds all it shows, and can be mailed.
     Curves need matplotlib: pip install 'dualenc[plots]'.
@@ -27,7 +29,13 @@ def report(run: str, *others: str, out: str | None = None) -> None:
         out: the file to write; by default report.html in RUN.
     """
     from dualenc.evaluation.plots import lines
-    from dualenc.evaluation.report import Figure, Table, check_report_target, print_table, write_report
+    from dualenc.evaluation.report_page import (
+        Figure,
+        Table,
+        check_report_target,
+        print_table,
+        write_report,
+    )
 
     target = Path(out or Path(run) / "report.html")
     check_report_target(target)
@@ -68,11 +76,15 @@ def read_run(folder: Path) -> RunRecords:
     log = folder / "metrics.jsonl"
     lines = read_metrics(log)
     if not lines:
-        raise DualencError(f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run")
+        raise DualencError(
+            f"{folder}: no metrics.jsonl with metrics in it; name the trainer.output of a run"
+        )
     for number, line in enumerate(lines, start=1):
         for name, value in line.items():
             if value is not None and not (type(value) in (int, float) and abs(value) < MAX_VALUE):
-                raise DualencError(f"{log}:{number}: {name!r} is no number that can be drawn; restore the file")
+                raise DualencError(
+                    f"{log}:{number}: {name!r} is no number that can be drawn; restore the file"
+                )
     return RunRecords(folder.resolve().name, lines)
 
 
@@ -89,7 +101,11 @@ def _ends(run: RunRecords) -> list[Row]:
     for name in _drawn_names([run]):
         if name.startswith(EVALUATION):
             steps, values = run.curve(name)
-            row: Row = {"run": run.name, "metric": name.removeprefix(EVALUATION), "first": values[0]}
+            row: Row = {
+                "run": run.name,
+                "metric": name.removeprefix(EVALUATION),
+                "first": values[0],
+            }
             points = list(zip(steps, values))
             trained = [point for point in points if point[0] > 0]
             step, best = max(trained or points, key=itemgetter(1))

@@ -15,7 +15,7 @@ from cyclopts.types import PositiveInt
 
 from dualenc.commands.options import RankingOptions, SearchOptions
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.search.searcher import Searcher
@@ -37,17 +37,19 @@ def search(
 ) -> None:
     """Search an index or an engine with a text, or with an image or a vector given by its path.
 
-    The model that made the index encodes the query: with the query side of a query-document model and its prompt,
-    with the text or the image side of an image-text model. --hybrid needs an index made with --bm25.
+    The model that made the index encodes the query: with the query side of a query-document model
+    and its prompt, with the text or the image side of an image-text model. --hybrid needs an index
+    made with --bm25.
 
     Args:
         index: folder that `dualenc index` or `dualenc push` wrote.
-        query: text; path of an image if the model encodes images; of a .npy file with one vector if it adapts vectors.
+        query: text; path of an image if the model encodes images; of a .npy file with one vector if
+            it adapts vectors.
         k: how many results.
-        where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de (any of them),
-            lang!=en, author="Doe, Jane"; may be repeated.
-        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'"; in Qdrant, what
-            matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
+        where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de
+            (any of them), lang!=en, author="Doe, Jane"; may be repeated.
+        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'";
+            in Qdrant, what matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
     ranking.check()
@@ -63,14 +65,18 @@ def search(
     if json:
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
-        restricted = " that meets all conditions; give fewer or wider ones" if where or filter else ""
+        restricted = (
+            " that meets all conditions; give fewer or wider ones" if where or filter else ""
+        )
         print(printable(f"nothing was found for {query!r}{restricted}"))
     else:
         _print_results(query, results, list(columns), searcher.index.has_snippets)
 
 
-def _print_results(query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool) -> None:
-    from dualenc.evaluation.report import Table, print_table
+def _print_results(
+    query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
+) -> None:
+    from dualenc.evaluation.report_page import Table, print_table
 
     names = ["rank", "id", "score", *columns]
     if has_snippets:
@@ -94,12 +100,13 @@ def _open(index: str, query: str, ranking: RankingOptions, options: SearchOption
 
 
 def _modality(query: str, takes: Sequence[Modality]) -> Modality:
-    """The modality of a query: an image if it is a file of one, by its content, or looks like its name; else a text.
+    """The modality of a query: an image if it is a file of one, by its content, or looks like its
+    name; else a text.
 
     A path that is searched as a text is reported.
     """
-    from dualenc.data.images import is_image
-    from dualenc.decoding import has_image
+    from dualenc.data.readers.images import is_image
+    from dualenc.io.decoding import has_image
 
     # `Path.is_file` fails for a text that is longer than the name of a file may be.
     is_file = os.path.isfile(query)
@@ -109,24 +116,36 @@ def _modality(query: str, takes: Sequence[Modality]) -> Modality:
     if "text" not in takes:
         return takes[0]
     if is_file and (is_picture or "image" in takes):
-        reason = "is an image, and the model of this index takes texts" if is_picture else "is not an image"
+        reason = (
+            "is an image, and the model of this index takes texts"
+            if is_picture
+            else "is not an image"
+        )
         logger.warning("%s: the file %s; its path is searched as a text", printable(query), reason)
-    elif "image" in takes and os.sep in query and os.path.isdir(os.path.dirname(query)) and not re.search(r"\s", query):
+    elif (
+        "image" in takes
+        and os.sep in query
+        and os.path.isdir(os.path.dirname(query))
+        and not re.search(r"\s", query)
+    ):
         logger.warning("%s: no such file; the path is searched as a text", printable(query))
     return "text"
 
 
 def _item(query: str, modality: Modality) -> Any:
-    """The text, image or vector that a query names; a vector is the one of a .npy file of shape (D,) or (1, D)."""
+    """The text, image or vector that a query names; a vector is the one of a .npy file of shape
+    (D,) or (1, D)."""
     from dualenc.data import open_image
-    from dualenc.data.vectors import load_npy
+    from dualenc.data.readers.vectors import load_npy
 
     if modality == "image":
         return open_image(query)
     if modality == "text":
         return query
     if Path(query).suffix != ".npy":
-        raise DualencError(f"{query!r}: the model adapts vectors; give a .npy file with that of the query")
+        raise DualencError(
+            f"{query!r}: the model adapts vectors; give a .npy file with that of the query"
+        )
     vectors = load_npy(Path(query))
     if len(vectors) != 1:
         raise DualencError(f"{query}: holds {len(vectors)} vectors; give the one to search with")

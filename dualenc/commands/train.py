@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dualenc.commands.options import COMMAS
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
@@ -20,7 +20,8 @@ _INDEXED = {
     "image-text": ("left_column", "image"),
     "vector": ("right_column", "vector"),
 }
-"""The column whose items are searched by kind of model, and what they are; of the others right texts."""
+"""The column whose items are searched by kind of model, and what they are; of the others right
+texts."""
 
 
 def train(
@@ -31,18 +32,20 @@ def train(
 ) -> None:
     """Train a dual encoder from a recipe.
 
-    Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder into trainer.output.
-    Under `accelerate launch` all processes work on the same global batches. SIGTERM, SIGUSR1 and Ctrl-C end the run
-    after the current step, or between two batches of an evaluation, with a checkpoint and exit
-    code 143, 138 or 130; a second Ctrl-C ends it at once.
+    Writes checkpoints, metrics.jsonl, the resolved recipe.yaml and, at the end, the model folder
+    into trainer.output. Under `accelerate launch` all processes work on the same global batches.
+    SIGTERM, SIGUSR1 and Ctrl-C end the run after the current step, or between two batches of an
+    evaluation, with a checkpoint and exit code 143, 138 or 130; a second Ctrl-C ends it at once.
 
     Args:
-        recipe: YAML file that names the classes of model, data, objective, batching and evaluator, and their arguments.
+        recipe: YAML file that names the classes of model, data, objective, batching and evaluator,
+            and their arguments.
         overrides: section.key=value each, such as trainer.epochs=3 objective.temperature=0.05.
         resume: continue exactly from the latest checkpoint in trainer.output.
-        allow_module: module other than dualenc whose classes the recipe may name, and whose code thus runs; repeatable.
+        allow_module: module other than dualenc whose classes the recipe may name, and whose code
+            thus runs; repeatable.
     """
-    from dualenc.recipe import read_recipe
+    from dualenc.recipe.resolve import read_recipe
 
     # Most mistakes are reported here, before torch is imported.
     described = read_recipe(recipe, overrides, allow_module or ())
@@ -77,7 +80,8 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 
 
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
-    """The words after `dualenc` of what follows a training: report, evaluate and index, with the data of its recipe."""
+    """The words after `dualenc` of what follows a training: report, evaluate and index, with the
+    data of its recipe."""
     from dualenc.commands.output import EVALUATIONS
     from dualenc.encoders.load import folder_kind
 
@@ -86,7 +90,9 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     data = settings["data"].get("init_args") or {}
     indexed = [STAND_IN]
     # Rows of mined negatives hold several texts each: no corpus.
-    if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith("MinedPairs"):
+    if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith(
+        "MinedPairs"
+    ):
         name, items = _INDEXED.get(kind, ("right_column", "text"))
         column = data.get(name)
         indexed = [data["path"], *_options(data, "quotes")]
@@ -101,10 +107,22 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
     evaluated = [STAND_IN]
     if isinstance(held_out.get("path"), str):
-        names = ("split", "left_column", "right_column", "left_modality", "right_modality", "label_column", "quotes")
+        names = (
+            "split",
+            "left_column",
+            "right_column",
+            "left_modality",
+            "right_modality",
+            "label_column",
+            "quotes",
+        )
         evaluated = [held_out["path"], *_options(held_out, *names)]
         voting = (evaluator.get("train") or {}).get("init_args") or {}
-        evaluated += _options({"train": voting.get("path"), "train_split": voting.get("split")}, "train", "train_split")
+        evaluated += _options(
+            {"train": voting.get("path"), "train_split": voting.get("split")},
+            "train",
+            "train_split",
+        )
     return [
         ["report", run],
         ["evaluate", EVALUATIONS[kind][0], str(model), *evaluated],

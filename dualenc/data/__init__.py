@@ -1,13 +1,13 @@
 """Reading: training pairs, corpora to embed and image views, from every supported format."""
 
-from dualenc.data.beir import BeirPairs, read_beir
-from dualenc.data.clicks import IndexPairs, split_by_documents
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.data.ragged import Ragged
-from dualenc.data.sources import open_corpus, open_pairs
-from dualenc.data.table_pairs import (
+from dualenc.data.readers.beir import BeirPairs, read_beir
+from dualenc.data.readers.clicks import IndexPairs, split_by_documents
+from dualenc.data.readers.sources import open_corpus, open_pairs
+from dualenc.data.readers.table_pairs import (
     ImageFolderPairs,
     ImageFolderViews,
     ImageViews,
@@ -15,9 +15,9 @@ from dualenc.data.table_pairs import (
     TablePairs,
     TableViews,
 )
-from dualenc.data.vectors import VectorPairs
-from dualenc.data.webdataset import WebDatasetPairs
-from dualenc.decoding import open_image
+from dualenc.data.readers.vectors import VectorPairs
+from dualenc.data.readers.webdataset import WebDatasetPairs
+from dualenc.io.decoding import open_image
 from dualenc.types import Items, Modality, Side
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""What readers report: bad samples, counted or raised, and in one line each what they guess or leave out."""
+"""What readers report: bad samples, counted or raised, and in one line each what they guess or
+leave out."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ logger = logging.getLogger("dualenc.data")
 
 
 class BadRows:
-    """Bad samples of one reader: raised at once ("raise"), or left out, counted and reported in one line ("skip").
+    """Bad samples of one reader: raised at once ("raise"), or left out, counted and reported in one
+    line ("skip").
 
-    `counts` are the samples left out for each reason, `first` the position of the first (file:line, or file and row).
+    `counts` are the samples left out for each reason, `first` the position of the first (file:line,
+    or file and row).
     """
 
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
@@ -33,8 +36,11 @@ class BadRows:
         """Number of samples left out."""
         return self.counts.total()
 
-    def add(self, reason: str, position: str, fix: str = "fix or remove it", count: int = 1) -> None:
-        """Count bad samples, the first of them at `position`; under on_error="raise" a `BadSample`."""
+    def add(
+        self, reason: str, position: str, fix: str = "fix or remove it", count: int = 1
+    ) -> None:
+        """Count bad samples, the first of them at `position`; under on_error="raise" a
+        `BadSample`."""
         if self.on_error == "raise":
             raise BadSample(f"{position}: {reason}; {fix}, or pass on_error=skip")
         self.counts[reason] += count
@@ -46,9 +52,12 @@ class BadRows:
         self.first = {**first, **self.first}
 
     def describe(self) -> str:
-        """Reasons with their counts and first positions, in one line; "" when nothing was left out."""
+        """Reasons with their counts and first positions, in one line; "" when nothing was left
+        out."""
         reasons = self.counts.items()
-        return ", ".join(f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons)
+        return ", ".join(
+            f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons
+        )
 
     def report(self) -> int:
         """Log what was left out, on the main process only. Returns the number of samples."""
@@ -57,7 +66,9 @@ class BadRows:
             from dualenc import distributed
 
             if distributed.is_main():
-                logger.warning("%s: skipped %d bad samples: %s", self.source, self.total, self.describe())
+                logger.warning(
+                    "%s: skipped %d bad samples: %s", self.source, self.total, self.describe()
+                )
         return self.total
 
     def require(self, usable: int, what: str) -> None:

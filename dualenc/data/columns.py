@@ -1,4 +1,5 @@
-"""Columns of a table as items: read from memory-mapped Arrow on demand, cheap to hand to worker processes."""
+"""Columns of a table as items: read from memory-mapped Arrow on demand, cheap to hand to worker
+processes."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ import pyarrow.types
 from PIL import Image
 
 from dualenc.data.bad_rows import report_once
-from dualenc.data.identity import file_identity
-from dualenc.data.images import IMAGE_SUFFIXES, existing_file
 from dualenc.data.item_lists import Picked, VectorItems, VectorsById
-from dualenc.data.items import rows_of
-from dualenc.data.tables import FILE, DataTable, is_list, kind_of_type
-from dualenc.data.vector_shards import Array, ShardedVectors
-from dualenc.decoding import decode_image, has_image_format, open_image
+from dualenc.data.readers.images import IMAGE_SUFFIXES, existing_file
+from dualenc.data.readers.tables import FILE, DataTable, is_list, kind_of_type
+from dualenc.data.store.identity import file_identity
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.vector_shards import Array, ShardedVectors
 from dualenc.errors import BadSample, DualencError, explain
+from dualenc.io.decoding import decode_image, has_image_format, open_image
 from dualenc.types import Items, Modality
 
 logger = logging.getLogger("dualenc.data")
@@ -38,7 +39,8 @@ _CONTENTS_EXAMINED = 100  # of a column of bytes
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
-# Controls and marks such as zero-width spaces (Cc, Cf) are blank, too: a tokenizer may make nothing of them.
+# Controls and marks such as zero-width spaces (Cc, Cf) are blank, too: a tokenizer may make nothing
+# of them.
 _NOT_BLANK = r"^[\s\p{Z}\p{Cc}\p{Cf}]*[^\s\p{Z}\p{Cc}\p{Cf}]"
 _DERIVED = ("array", "rows", "lengths")  # what a column computes again in another process
 _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets` writes them
@@ -47,19 +49,26 @@ _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets
 class Column:
     """The texts or images of one column; with `lists` a row may hold several, which are laid flat.
 
-    Texts, ids and labels are strings, numbers and bytes in UTF-8; images file contents, records of contents and path,
-    or paths. By default records, contents and names of image files are images, all else is text.
+    Texts, ids and labels are strings, numbers and bytes in UTF-8; images file contents, records of
+    contents and path, or paths. By default records, contents and names of image files are images,
+    all else is text.
     """
 
-    def __init__(self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False) -> None:
+    def __init__(
+        self, table: DataTable, name: str, modality: Modality | None = None, *, lists: bool = False
+    ) -> None:
         self.source = table.source
         self.dataset = table.dataset
         self.name = name
         kind = table.dataset.data.schema.field(name).type
         self.is_list = is_list(kind)
         if self.is_list and not lists:
-            raise DualencError(f"{table.source}: column {name!r} holds lists; name one of single values")
-        with explain(f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"):
+            raise DualencError(
+                f"{table.source}: column {name!r} holds lists; name one of single values"
+            )
+        with explain(
+            f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"
+        ):
             stored = self._stored()
             stored.validate(full=True)
         self.modality: Modality = modality or self._guess_modality(stored)
@@ -99,7 +108,8 @@ class Column:
         return modality
 
     def _guess_modality_of_bytes(self, stored: pa.ChunkedArray) -> Modality:
-        """Text if most values are UTF-8 and begin as no image does: some writers store texts as bytes."""
+        """Text if most values are UTF-8 and begin as no image does: some writers store texts as
+        bytes."""
         values = [value for value in _spread(stored, _CONTENTS_EXAMINED) if value]
         num_texts = sum(_is_utf8(value) and not has_image_format(value) for value in values)
         if 2 * num_texts <= len(values):
@@ -150,7 +160,8 @@ class Column:
         return np.zeros(len(self), dtype=np.int64)
 
     def filled(self) -> np.ndarray:
-        """Which values are neither null, empty nor blank; of records, those with contents or a path. (len(self),)"""
+        """Which values are neither null, empty nor blank; of records, those with contents or a
+        path. (len(self),)"""
         result = np.zeros(len(self), dtype=bool)
         for array in self._parts().values():
             filled = pc.is_valid(array)
@@ -162,7 +173,8 @@ class Column:
         return result
 
     def _parts(self) -> dict[str, pa.ChunkedArray]:
-        """The contents and the paths of records by these names; all other values by the column's name."""
+        """The contents and the paths of records by these names; all other values by the column's
+        name."""
         kind = self.array.type
         if not _is(kind, "struct"):
             return {self.name: self.array}
@@ -192,7 +204,9 @@ def _decode(array: pa.Array) -> pa.Array:
     try:
         return array.cast(pa.large_string())
     except pa.ArrowInvalid:
-        texts = [value if value is not None and _is_utf8(value) else None for value in array.to_pylist()]
+        texts = [
+            value if value is not None and _is_utf8(value) else None for value in array.to_pylist()
+        ]
         return pa.array(texts, pa.large_binary()).cast(pa.large_string())
 
 
@@ -233,14 +247,16 @@ class TextColumn:
 class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
-    Unless the table has `allow_outside`, paths must stay in the folder of the row, links resolved: a table from
-    somewhere else must not make this machine read files of its choice.
+    Unless the table has `allow_outside`, paths must stay in the folder of the row, links resolved:
+    a table from somewhere else must not make this machine read files of its choice.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
         is_unclear = column.holds_strings and not (table.is_in_one_folder or table.has(FILE))
         if is_unclear and not all(os.path.isabs(path) for path in column.values() if path):
-            problem = f"relative paths in column {column.name!r} of parquet files in several folders"
+            problem = (
+                f"relative paths in column {column.name!r} of parquet files in several folders"
+            )
             fix = "open the folders one by one, or write absolute paths and pass allow_outside=True"
             raise DualencError(f"{table.source}: {problem}; {fix}")
         self.table = table
@@ -263,7 +279,8 @@ class ColumnImages:
             raise BadSample(f"{error} (named in {position})") from None
 
     def _file(self, row: int, path: str) -> Path:
-        """The file that a path of a row means; a `BadSample` if it is outside of the row's folder."""
+        """The file that a path of a row means; a `BadSample` if it is outside of the row's
+        folder."""
         root = self.table.folder(row)
         file = existing_file(root, path)
         if self.table.allow_outside:
@@ -271,7 +288,9 @@ class ColumnImages:
         # Resolved before it is compared and opened, so that no link leads out of the folder.
         resolved = Path(os.path.realpath(file))
         if not resolved.is_relative_to(os.path.realpath(root)):
-            fix = "move it there, or pass allow_outside=True (--allow-outside) if you trust the table"
+            fix = (
+                "move it there, or pass allow_outside=True (--allow-outside) if you trust the table"
+            )
             raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
         return resolved
 
@@ -290,7 +309,8 @@ class ColumnImages:
     def item_identity(self, index: int, read: bool) -> bytes:
         """File contents, or their length; of a path the `file_identity`."""
         length = int(self.column.lengths[index])
-        # Contents are known by their lengths unless they are read; the lengths of paths say nothing.
+        # Contents are known by their lengths unless they are read; the lengths of paths say
+        # nothing.
         if length and not read and not self.column.holds_strings:
             return str(length).encode()
         data, path = _contents_and_path(self.column[index])
@@ -338,10 +358,13 @@ class ItemColumn:
         return next(iter(self.faults.values()))[0]
 
     def with_fault(self, reason: str, bad: np.ndarray, fix: str) -> ItemColumn:
-        """The column with a further reason not to use values; those with another fault count for that one."""
+        """The column with a further reason not to use values; those with another fault count for
+        that one."""
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
-    def skip(self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | np.ndarray = ()) -> None:
+    def skip(
+        self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | np.ndarray = ()
+    ) -> None:
         """Count the faulty `among` the values (n,), and rows that hold none, as bad samples."""
         for reason, (mask, fix) in self.faults.items():
             rows = [*self.rows[mask & among], *empty_rows]
@@ -353,7 +376,8 @@ class ItemColumn:
 def read_column(
     table: DataTable, name: str, modality: Modality | None = None, title_column: str | None = None
 ) -> ItemColumn:
-    """The items of a column, by default of the modality that the values look like; texts with titles in front."""
+    """The items of a column, by default of the modality that the values look like; texts with
+    titles in front."""
     kind = kind_of_type(table.dataset.data.schema.field(name).type)
     if modality == "vector" or (modality is None and kind == "vector"):
         return _read_vectors(table, name)
@@ -382,7 +406,10 @@ def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) ->
     positions[missing] = rows_of(ids, [names[value].removesuffix(".0") for value in missing])
     faults = {
         f"no id in column {name!r}": (~filled, "fill it in or remove the row"),
-        "id without a vector": (filled & (positions < 0), f"column {name!r} names what is not embedded"),
+        "id without a vector": (
+            filled & (positions < 0),
+            f"column {name!r} names what is not embedded",
+        ),
     }
     # Position -1 is never read: those values are among the faults.
     items = VectorsById(vectors, positions)

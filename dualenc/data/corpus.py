@@ -1,4 +1,5 @@
-"""Corpora: items to embed with their ids, and retrieval test collections of queries, a corpus and judgements."""
+"""Corpora: items to embed with their ids, and retrieval test collections of queries, a corpus and
+judgements."""
 
 from __future__ import annotations
 
@@ -11,20 +12,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from dualenc.arguments import check_several
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column, read_column
-from dualenc.data.identity import digest_of, items_identity
-from dualenc.data.images import ImageFiles, find_images, printable_names
 from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column, labels_of_folders
-from dualenc.data.metadata import metadata_columns
 from dualenc.data.pairs import PairDataset, by_position
 from dualenc.data.ragged import distinct
-from dualenc.data.tables import DataTable, TableSource
-from dualenc.decoding import rgb_item
+from dualenc.data.readers.images import ImageFiles, find_images, printable_names
+from dualenc.data.readers.tables import DataTable, TableSource
+from dualenc.data.store.identity import digest_of, items_identity
+from dualenc.data.store.metadata import metadata_columns
 from dualenc.errors import DualencError
-from dualenc.types import Items, Modality, Side
+from dualenc.io.decoding import rgb_item
+from dualenc.types import Items, Modality, Side, check_several
 
 SNIPPET_LENGTH = 240
 MAX_DOCUMENTS = 100_000
@@ -67,13 +67,17 @@ class Corpus:
         self.class_names = None if class_names is None else list(class_names)
         self.columns = columns
         if len(self.ids) != len(self.items):
-            raise DualencError(f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each")
+            raise DualencError(
+                f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each"
+            )
         if len(set(self.ids)) != len(self.ids):
             name, count = Counter(self.ids).most_common(1)[0]
             raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
-                raise DualencError(f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each")
+                raise DualencError(
+                    f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each"
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,7 +86,8 @@ class Corpus:
         return rgb_item(self.items[index], f"item {index}")
 
     def identity(self, *, labels: bool = False) -> str:
-        """Checksum of ids and items, and with `labels` of class numbers and names, whatever files they came from."""
+        """Checksum of ids and items, and with `labels` of class numbers and names, whatever files
+        they came from."""
         parts = [digest_of(self.ids), items_identity(self.items, self.modality)]
         if labels and self.labels is not None:
             parts += [digest_of(self.labels), digest_of(self.class_names or [])]
@@ -101,7 +106,8 @@ class Corpus:
         )
 
     def text(self, index: int) -> str:
-        """The beginning of a text in one line, to show with a search result; "" for an image or a vector."""
+        """The beginning of a text in one line, to show with a search result; "" for an image or a
+        vector."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
@@ -123,12 +129,14 @@ class RetrievalSet(NamedTuple):
 
 
 def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
-    """Pairs as a retrieval test: their left items are the queries, all right items of their data the corpus.
+    """Pairs as a retrieval test: their left items are the queries, all right items of their data
+    the corpus.
 
-    Of more than `most` right items those of the pairs stay, and a seeded sample of the others. Every right item that is
-    a positive of a query, also by pairs that are not among these, is relevant, unless its weight is 0. A right text
-    that is a copy of a query has its id, and so is no result of it, unless it is relevant. Equal items are one, except
-    in a BEIR folder, which tells them apart by their ids.
+    Of more than `most` right items those of the pairs stay, and a seeded sample of the others.
+    Every right item that is a positive of a query, also by pairs that are not among these, is
+    relevant, unless its weight is 0. A right text that is a copy of a query has its id, and so is
+    no result of it, unless it is relevant. Equal items are one, except in a BEIR folder, which
+    tells them apart by their ids.
     """
     pairs = pairs.relevant()
     items = np.arange(pairs.num_right)
@@ -141,7 +149,9 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     relevant = np.unique(positives[positives >= 0])
     others = np.setdiff1d(items, relevant)
     if len(others) > most - len(relevant):
-        others = np.random.default_rng(0).choice(others, max(0, most - len(relevant)), replace=False)
+        others = np.random.default_rng(0).choice(
+            others, max(0, most - len(relevant)), replace=False
+        )
     kept = np.union1d(relevant, others)
     names = dict(zip(kept.tolist(), _side_ids("right", kept), strict=True))
     copies = pairs.copies("left")
@@ -185,9 +195,13 @@ def table_corpus(
     """
     kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
     # A column may have two roles, such as text and filter.
-    others = [name for name in (title_column, label_column, id_column, *columns) if name is not None]
+    others = [
+        name for name in (title_column, label_column, id_column, *columns) if name is not None
+    ]
     table = source.open({**dict.fromkeys(others, "value"), main_column: kind}, optional=optional)
-    values = read_column(table, main_column, modality, title_column if table.has(title_column) else None)
+    values = read_column(
+        table, main_column, modality, title_column if table.has(title_column) else None
+    )
     values.skip()
     names = row_ids(table, id_column)
     if values.is_list:
@@ -199,7 +213,9 @@ def table_corpus(
     def position_of(item: int) -> str:
         return table.position(int(values.rows[item]))
 
-    ids, positions = distinct_ids(names, np.flatnonzero(values.usable()), table.bad_rows, position_of, modality)
+    ids, positions = distinct_ids(
+        names, np.flatnonzero(values.usable()), table.bad_rows, position_of, modality
+    )
     rows = values.rows[positions]
     corpus = Corpus(ids, Picked(values.items, positions), modality)
     if label_column is not None and table.has(label_column):
@@ -211,7 +227,8 @@ def table_corpus(
 
 
 def image_corpus(folder: Path) -> Corpus:
-    """The images of a folder by their names, with the first subfolder, if there is one, as class."""
+    """The images of a folder by their names, with the first subfolder, if there is one, as
+    class."""
     names = find_images(folder)
     ids = printable_names(folder, names)
     numbers, class_names = labels_of_folders(ids) or (None, None)
@@ -241,24 +258,30 @@ def distinct_ids(
     position_of: Callable[[int], str],
     what: str,
 ) -> tuple[list[str], np.ndarray]:
-    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are bad."""
+    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are
+    bad."""
     row_of: dict[str, int] = {}
     for row in rows.tolist():
         name = names[row]
         if name is None:
             bad_rows.add(f"{what} without an id", position_of(row), "give it one")
         elif row_of.setdefault(name, row) != row:
-            bad_rows.add(f"{what} with an id used before", position_of(row), f"{name!r} is a duplicate")
+            bad_rows.add(
+                f"{what} with an id used before", position_of(row), f"{name!r} is a duplicate"
+            )
     bad_rows.require(len(row_of), what)
     return list(row_of), np.array(list(row_of.values()), dtype=np.int64)
 
 
 def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
-    """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their numbers."""
+    """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their
+    numbers."""
     queries = getattr(pairs, "queries", None)
     documents = getattr(pairs, "corpus", None)
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):
         return queries, documents
     left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
-    right = Corpus([str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality)
+    right = Corpus(
+        [str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality
+    )
     return left, right

@@ -1,4 +1,5 @@
-"""Collections of items over other collections. Each has `item_identity(row, read)` for `dualenc.data.identity`."""
+"""Collections of items over other collections. Each has `item_identity(row, read)` for
+`dualenc.data.store.identity`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from dualenc.data.identity import contents, item_identity
-from dualenc.data.vector_shards import Array
+from dualenc.data.store.identity import contents, item_identity
+from dualenc.data.store.vector_shards import Array
 from dualenc.errors import BadSample
 from dualenc.types import Items
 
@@ -45,7 +46,8 @@ class VectorsById(Picked):
 
 
 class Joined:
-    """The items of several collections, which begin at `starts`; texts with the prompt of their collection."""
+    """The items of several collections, which begin at `starts`; texts with the prompt of their
+    collection."""
 
     def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
         self.parts = list(parts)
@@ -74,7 +76,8 @@ class Joined:
 
 
 class VectorItems:
-    """The rows of a matrix (N, D) as items (D,) float32, read from the file when they are requested."""
+    """The rows of a matrix (N, D) as items (D,) float32, read from the file when they are
+    requested."""
 
     def __init__(self, matrix: Array) -> None:
         self.matrix = matrix
@@ -91,17 +94,21 @@ class VectorItems:
 
 
 def item_key(items: Items, row: int) -> Any:
-    """What is equal for equal items: the item itself, or what the collection's `key` gives without decoding it."""
+    """What is equal for equal items: the item itself, or what the collection's `key` gives without
+    decoding it."""
     return items.key(row) if hasattr(items, "key") else items[row]
 
 
-def number_items(items: Items, positions: np.ndarray, deduplicate: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def number_items(
+    items: Items, positions: np.ndarray, deduplicate: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Number items with equal keys alike, by 128-bit digests: a million cost 16 MB.
 
     A collection may have `key_sizes` (N,): a key of a unique size is distinct, and not read.
 
     Returns:
-        The position of the first of each distinct item (k,), in order of appearance; the number in [0, k) of each (n,).
+        The position of the first of each distinct item (k,), in order of appearance; the number in
+        [0, k) of each (n,).
     """
     if not deduplicate:
         return positions, np.arange(len(positions))

@@ -1,4 +1,5 @@
-"""Classes of images: numbered by name, from columns and folders, and in the numbering of another source."""
+"""Classes of images: numbered by name, from columns and folders, and in the numbering of another
+source."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column
-from dualenc.data.tables import DataTable
+from dualenc.data.readers.tables import DataTable
 from dualenc.errors import DualencError
 
 Labels = tuple[np.ndarray, list[str]]
@@ -30,7 +31,8 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 
 
 def labels_of_column(table: DataTable, name: str) -> Labels | None:
-    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers. None without any."""
+    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers.
+    None without any."""
     column = Column(table, name, "text")
     values = column.values()
     rows = np.flatnonzero(column.filled())
@@ -47,8 +49,11 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
     return numbers, getattr(table.dataset.features[name], "names", None) or class_names
 
 
-def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | None = None) -> np.ndarray:
-    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as bad samples."""
+def rows_with_label(
+    labels: np.ndarray, source: object, ids: Sequence[str] | None = None
+) -> np.ndarray:
+    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as
+    bad samples."""
     without = np.flatnonzero(labels < 0)
     if len(without):
         bad_rows = BadRows(source)
@@ -59,23 +64,27 @@ def rows_with_label(labels: np.ndarray, source: object, ids: Sequence[str] | Non
 
 
 def labels_of_folders(names: Sequence[str]) -> Labels | None:
-    """The first folder of each relative file name as its class; None unless every file is in one."""
+    """The first folder of each relative file name as its class; None unless every file is in
+    one."""
     if not all("/" in name for name in names):
         return None
     return labels_of_names([name.split("/", 1)[0] for name in names])
 
 
-def align_labels(labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str) -> np.ndarray:
+def align_labels(
+    labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
+) -> np.ndarray:
     """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
 
-    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537 goldfish"). Where one
-    source has no names, or its numbers for names, the numbers stay. A class that occurs and is not among the others is
-    an error about `what`.
+    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537
+    goldfish"). Where one source has no names, or its numbers for names, the numbers stay. A class
+    that occurs and is not among the others is an error about `what`.
     """
     if names is None or onto is None or _is_numbering(names) or _is_numbering(onto):
         return labels
     numbers: dict[str, int] = {}
-    # The first of several names with the same first word counts, and a whole name before any first word.
+    # The first of several names with the same first word counts, and a whole name before any first
+    # word.
     for number, name in reversed(list(enumerate(onto))):
         numbers[name.split()[0]] = number
     numbers |= {name: number for number, name in enumerate(onto)}

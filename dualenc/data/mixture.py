@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dualenc.data.identity import digest_of
 from dualenc.data.item_lists import Joined
 from dualenc.data.pairs import PairDataset, Ragged
+from dualenc.data.store.identity import digest_of
 from dualenc.errors import DualencError
 from dualenc.types import Side
 
@@ -21,19 +21,23 @@ SourceBatches = Literal["mixed", "one_source"]
 class Mixture(PairDataset):
     """The pairs of several sources, one source after the other.
 
-        Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")}, weights={"medical": 2.0})
+        Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")},
+        weights={"medical": 2.0})
 
-    Ids of a source begin where those of the sources before it end. Equal texts of different sources are different
-    items. In an epoch each pair of a source of weight w comes w times (`dualenc.batching.mixture.MixtureBatches`).
+    Ids of a source begin where those of the sources before it end. Equal texts of different sources
+    are different items. In an epoch each pair of a source of weight w comes w times
+    (`dualenc.batching.mixture_batches.MixtureBatches`).
 
     Args:
         sources: pairs by a name of letters, digits, "_" and "-".
         weights: by name, above 0; 1 for sources that are not named.
-        left_prompts: by name, put before every left text of a source, behind the model's own prompt.
+        left_prompts: by name, put before every left text of a source, behind the model's own
+            prompt.
         right_prompts: by name, put before every right text, mined negatives included; likewise.
         batches: "mixed", or "one_source" for batches whose pairs are all of one source.
 
-    `sizes` are the pairs of each source, `prompts` the left and right prompt of each source that has one.
+    `sizes` are the pairs of each source, `prompts` the left and right prompt of each source that
+    has one.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Mixture(PairDataset):
             left_items,
             right_items,
             np.concatenate([part.left_id + first for part, first in zip(parts, left_items.starts)]),
-            np.concatenate([part.right_id + first for part, first in zip(parts, right_items.starts)]),
+            np.concatenate(
+                [part.right_id + first for part, first in zip(parts, right_items.starts)]
+            ),
             negatives=_joined_negatives(parts, right_items.starts),
             weights=_joined_weights(parts),
             left_modality=parts[0].left_modality,
@@ -82,7 +88,9 @@ class Mixture(PairDataset):
     @property
     def is_plain(self) -> bool:
         """Whether an epoch is one pass over all pairs in arbitrary batches."""
-        return self.batches == "mixed" and all(weight == 1 for weight in self.source_weights.values())
+        return self.batches == "mixed" and all(
+            weight == 1 for weight in self.source_weights.values()
+        )
 
     def pair_counts(self, side: Side) -> np.ndarray:
         """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
@@ -119,14 +127,20 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
     first_name, first = next(iter(sources.items()))
     for name, pairs in sources.items():
         if not re.fullmatch(r"[\w-]+", name):
-            raise DualencError(f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -")
+            raise DualencError(
+                f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -"
+            )
         if isinstance(pairs, Mixture):
-            raise DualencError(f"Mixture: source {name} is a mixture itself; name its sources in this one")
+            raise DualencError(
+                f"Mixture: source {name} is a mixture itself; name its sources in this one"
+            )
         for side in ("left", "right"):
             kind = _kind(pairs, side)
             first_kind = _kind(first, side)
             if kind != first_kind:
-                reason = f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}"
+                reason = (
+                    f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}"
+                )
                 raise DualencError(f"Mixture: {reason}; mix sources of one kind")
 
 
@@ -137,14 +151,18 @@ def _kind(pairs: PairDataset, side: str) -> str:
     return getattr(pairs, f"{side}_modality") if dim is None else f"vectors of {dim} numbers"
 
 
-def _check_names(argument: str, values: Mapping[str, Any], sources: Mapping[str, PairDataset]) -> None:
+def _check_names(
+    argument: str, values: Mapping[str, Any], sources: Mapping[str, PairDataset]
+) -> None:
     for name in values:
         if name not in sources:
             problem = f"names {name!r}, which is no source; there are {', '.join(sources)}"
             raise DualencError(f"Mixture: {argument} {problem}")
 
 
-def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str, PairDataset]) -> None:
+def _check_prompts(
+    side: Side, prompts: Mapping[str, str], sources: Mapping[str, PairDataset]
+) -> None:
     _check_names(f"{side}_prompts", prompts, sources)
     for name in prompts:
         kind = getattr(sources[name], f"{side}_modality")
@@ -153,7 +171,9 @@ def _check_prompts(side: Side, prompts: Mapping[str, str], sources: Mapping[str,
             raise DualencError(f"Mixture: {reason}; prompts are for texts")
 
 
-def _joined_items(side: Side, sources: Mapping[str, PairDataset], prompts: Mapping[str, str]) -> Joined:
+def _joined_items(
+    side: Side, sources: Mapping[str, PairDataset], prompts: Mapping[str, str]
+) -> Joined:
     parts = [part.items(side) for part in sources.values()]
     return Joined(parts, [prompts.get(name, "") for name in sources])
 
@@ -175,5 +195,7 @@ def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
     """The weights of one part after the other, 1 where a part has none; None if none has any."""
     if all(part.weights is None for part in parts):
         return None
-    weights = [np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts]
+    weights = [
+        np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts
+    ]
     return np.concatenate(weights)

@@ -11,16 +11,17 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from dualenc.data.identity import contents, digest_of, items_identity
 from dualenc.data.item_lists import item_key
 from dualenc.data.ragged import Ragged, distinct
-from dualenc.decoding import rgb_item
+from dualenc.data.store.identity import contents, digest_of, items_identity
 from dualenc.errors import BadSample, DualencError
+from dualenc.io.decoding import rgb_item
 from dualenc.types import Items, Modality, Side
 
 
 def by_position(items: Items) -> Items:
-    """Items by their positions; a pandas Series takes numbers for labels, which may be in another order."""
+    """Items by their positions; a pandas Series takes numbers for labels, which may be in another
+    order."""
     is_pandas = hasattr(items, "iloc")
     return items.to_numpy() if is_pandas else items  # type: ignore[attr-defined]
 
@@ -28,7 +29,8 @@ def by_position(items: Items) -> Items:
 class Pair(NamedTuple):
     """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
 
-    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids` their right ids.
+    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids`
+    their right ids.
     """
 
     index: int  # type: ignore[assignment]  # also the name of a tuple method
@@ -42,30 +44,36 @@ class Pair(NamedTuple):
 
 
 class PairDataset:
-    """M training pairs over two collections of items; a map-style dataset whose row `i` is pair `i`.
+    """M training pairs over two collections of items; a map-style dataset whose row `i` is pair
+    `i`.
 
         PairDataset(["a query", "another"], ["its document", "the other's"])
 
-    Usable as it is with items in memory; every reader of this package is a subclass whose items lie in files.
-    A collection may hold items that no pair names: `NegativeCache`, `FrozenCorpus` and chains with `proposals` of a
-    number draw them as negatives, the other objectives only if they are mined.
+    Usable as it is with items in memory; every reader of this package is a subclass whose items lie
+    in files. A collection may hold items that no pair names: `NegativeCache`, `FrozenCorpus` and
+    chains with `proposals` of a number draw them as negatives, the other objectives only if they
+    are mined.
 
-    Equal texts, vectors and images in memory may have several ids, but are never negatives of one another's partners.
+    Equal texts, vectors and images in memory may have several ids, but are never negatives of one
+    another's partners.
 
     Args:
         left_items: raw left items by left id, (num_left,).
         right_items: raw right items by right id, (num_right,).
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
-        negatives: each pair's mined negatives as right ids, M rows; none by default. A repeated one counts once.
+        negatives: each pair's mined negatives as right ids, M rows; none by default. A repeated one
+            counts once.
         weights: (M,) factors of each pair's loss, 0 or more; by default 1.
         left_modality: "text", "image" or "vector".
         right_modality: "text", "image" or "vector".
 
     Attributes:
-        views: True when left and right are the same image, to be augmented twice (unimodal training).
+        views: True when left and right are the same image, to be augmented twice (unimodal
+            training).
         skipped: number of bad samples that the reader left out.
-        has_distinct_items: the reader has given equal items of a side one id, or was asked not to look.
+        has_distinct_items: the reader has given equal items of a side one id, or was asked not to
+            look.
     """
 
     views: bool = False
@@ -102,7 +110,9 @@ class PairDataset:
         if negatives is not None:
             rows = len(negatives.lengths)
             if rows != len(self):
-                raise DualencError(f"negatives has {rows} rows for {len(self)} pairs; give one per pair")
+                raise DualencError(
+                    f"negatives has {rows} rows for {len(self)} pairs; give one per pair"
+                )
             _checked_ids("negatives", negatives.values, self.num_right)
             self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
@@ -180,28 +190,35 @@ class PairDataset:
         return digest_of(self.identities().values())
 
     def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """All opposite-side ids that are positive with each id (n,) of a side: (n, K), ascending, padded by -1."""
+        """All opposite-side ids that are positive with each id (n,) of a side: (n, K), ascending,
+        padded by -1."""
         if self._positives_of is not None:
             return self._positives_of.positives(side, ids)
         if side not in self._positives:
             partners = self.item_ids("right" if side == "left" else "left")
-            self._positives[side] = Ragged.from_pairs(self.item_ids(side), partners, len(self.items(side)))
+            self._positives[side] = Ragged.from_pairs(
+                self.item_ids(side), partners, len(self.items(side))
+            )
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def contents(self, side: Side) -> np.ndarray:
-        """(N,) a number for each item of a side, the same for equal ones; of texts on both sides also across sides."""
+        """(N,) a number for each item of a side, the same for equal ones; of texts on both sides
+        also across sides."""
         if not self._contents:
             left = self._hashes("left")
             right = left if self.views else self._hashes("right")
             is_text = self.left_modality == self.right_modality == "text"
             numbers = (
-                _numbers_of_hashes([left, right]) if is_text else [_numbers_of_hashes([x])[0] for x in (left, right)]
+                _numbers_of_hashes([left, right])
+                if is_text
+                else [_numbers_of_hashes([x])[0] for x in (left, right)]
             )
             self._contents["left"], self._contents["right"] = numbers
         return self._contents[side]
 
     def _hashes(self, side: Side) -> pa.Array:
-        """(N,) a number for each item of a side, the same for equal ones in this process; null where none is read."""
+        """(N,) a number for each item of a side, the same for equal ones in this process; null
+        where none is read."""
         modality = self.left_modality if side == "left" else self.right_modality
         are_texts = self.left_modality == self.right_modality == "text"
         if self.has_distinct_items and not are_texts:
@@ -220,14 +237,17 @@ class PairDataset:
         return first[inverse]
 
     def copies(self, side: Side) -> np.ndarray | None:
-        """(N,) for each item of a side the first opposite id of the same text, or -1; None unless both are texts."""
+        """(N,) for each item of a side the first opposite id of the same text, or -1; None unless
+        both are texts."""
         if not self.left_modality == self.right_modality == "text":
             return None
-        return _first_rows(self.contents(side), self.contents("right" if side == "left" else "left"))
+        return _first_rows(
+            self.contents(side), self.contents("right" if side == "left" else "left")
+        )
 
     def not_negatives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """What is no negative of each id (n,) of a side: the `positives` of all items equal to it, what is equal to
-        one of these, and opposite copies of its own text; (n, K), padded by -1."""
+        """What is no negative of each id (n,) of a side: the `positives` of all items equal to it,
+        what is equal to one of these, and opposite copies of its own text; (n, K), padded by -1."""
         alike = self._alike_positives(side)
         if alike is not None:
             return alike.padded(np.asarray(ids, dtype=np.int64))
@@ -261,7 +281,8 @@ class PairDataset:
         return self._alike[side]
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
-        """Divide the pairs at random into the rest and about a share; all pairs of a left item are in one part."""
+        """Divide the pairs at random into the rest and about a share; all pairs of a left item are
+        in one part."""
         # Equal items, such as one query under the ids of several sessions, are in one part.
         first = self.first_equal("left")[self.left_id]
         items = np.random.default_rng(seed).permutation(distinct(first))
@@ -270,12 +291,16 @@ class PairDataset:
         if not 0 < share < 1:
             raise DualencError(f"share is {share}; give one between 0 and 1")
         if in_share.all():
-            raise DualencError(f"{len(items)} left items are too few to hold {share} out; set held_out=0")
-        # A query that is held out is no negative of a document that it shares with one that is trained on.
+            raise DualencError(
+                f"{len(items)} left items are too few to hold {share} out; set held_out=0"
+            )
+        # A query that is held out is no negative of a document that it shares with one that is
+        # trained on.
         return self.take(np.flatnonzero(~in_share), self), self.take(np.flatnonzero(in_share), self)
 
     def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
-        """The pairs at these rows (n,) over the same items; `positives_of` knows more positives than these pairs."""
+        """The pairs at these rows (n,) over the same items; `positives_of` knows more positives
+        than these pairs."""
         part = copy.copy(self)
         part.left_id = self.left_id[rows]
         part.right_id = self.right_id[rows]
@@ -288,7 +313,8 @@ class PairDataset:
         return part
 
     def merged(self) -> PairDataset:
-        """The same pairs with the id of the first equal item in place of each; the others are in no pair."""
+        """The same pairs with the id of the first equal item in place of each; the others are in no
+        pair."""
         lefts, rights = self.first_equal("left"), self.first_equal("right")
         known = None if self._positives_of is None else self._positives_of.merged()
         part = self.take(np.arange(len(self)), known)
@@ -302,7 +328,9 @@ class PairDataset:
             return self
         rows = np.flatnonzero(self.weights > 0)
         if not len(rows):
-            raise DualencError("every weight is 0, so that no pair is relevant; give those that match more than 0")
+            raise DualencError(
+                "every weight is 0, so that no pair is relevant; give those that match more than 0"
+            )
         known = self._positives_of
         return self.take(rows, None if known is None else known.relevant())
 
@@ -312,7 +340,8 @@ class PairDataset:
 
 
 class Alike(NamedTuple):
-    """Positives by contents: the number of each own item (N,), the partners' numbers of a number, and their items."""
+    """Positives by contents: the number of each own item (N,), the partners' numbers of a number,
+    and their items."""
 
     own: np.ndarray
     partners: Ragged
@@ -341,7 +370,8 @@ def _item_hashes(items: Items) -> pa.Array:
 
 
 def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
-    """Numbers from 0 for the values of some arrays, the same for equal ones; every null has its own."""
+    """Numbers from 0 for the values of some arrays, the same for equal ones; every null has its
+    own."""
     joined = pa.chunked_array(parts).combine_chunks()
     numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     is_null = numbers < 0
@@ -384,5 +414,7 @@ def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: i
     wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
         row = wrong[0]
-        raise DualencError(f"{name}: {result[row]} at row {row} is outside [0, {num_items}), the positions")
+        raise DualencError(
+            f"{name}: {result[row]} at row {row} is outside [0, {num_items}), the positions"
+        )
     return result.astype(np.int64)

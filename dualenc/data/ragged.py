@@ -9,7 +9,8 @@ import numpy as np
 
 
 class Ragged(NamedTuple):
-    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`, both int64."""
+    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`, both
+    int64."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -35,7 +36,8 @@ class Ragged(NamedTuple):
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
         """Row `k` holds, ascending and without repeats, the values (not negative) of key `k`."""
-        # One number for each (key, value): its order is that of keys first, and equal pairs are equal numbers.
+        # One number for each (key, value): its order is that of keys first, and equal pairs are
+        # equal numbers.
         span = int(values.max(initial=0)) + 1
         unique = distinct(keys.astype(np.int64) * span + values)
         return cls.from_sorted(unique // span, unique % span, num_keys)
@@ -58,7 +60,8 @@ class Ragged(NamedTuple):
         return Ragged(self.values[mask], np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
     def first_in_row(self) -> np.ndarray:
-        """Which values (not negative) do not repeat an earlier one of their row, (len(values),) bool."""
+        """Which values (not negative) do not repeat an earlier one of their row, (len(values),)
+        bool."""
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
         span = int(self.values.max(initial=0)) + 1
         _, first = np.unique(rows * span + self.values, return_index=True)

@@ -1,7 +1,8 @@
 """SimCLR's random views: pure functions of image and seed.
 
-The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator seeded for each
-call, so no global state is read or changed and a view does not depend on workers, order or restarts.
+The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator
+seeded for each call, so no global state is read or changed and a view does not depend on workers,
+order or restarts.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ Draw = Callable[[], float]
 
 
 class SimCLR:
-    """SimCLR's augmentation (Chen et al. 2020, arXiv:2002.05709, appendix A): crop, flip, colour jitter, grey, blur.
+    """SimCLR's augmentation (Chen et al. 2020, arXiv:2002.05709, appendix A): crop, flip, colour
+    jitter, grey, blur.
 
     Args:
         size: height and width of the view in pixels.
-        strength: of the colour jitter, s in the paper; by default 0.5 up to 64 pixels (its CIFAR-10 setting, appendix
-            B.9) and 1.0 above.
-        blur: probability of a Gaussian blur with a kernel of a tenth of the size; by default 0 up to 32 pixels and
-            0.5 above.
+        strength: of the colour jitter, s in the paper; by default 0.5 up to 64 pixels (its CIFAR-10
+            setting, appendix B.9) and 1.0 above.
+        blur: probability of a Gaussian blur with a kernel of a tenth of the size; by default 0 up
+            to 32 pixels and 0.5 above.
         min_area: smallest share of the image's area that a crop keeps.
 
     """
@@ -48,7 +50,12 @@ class SimCLR:
         self.strength = default_strength if strength is None else strength
         self.blur = default_blur if blur is None else blur
         self.min_area = min_area
-        if size < 8 or not 0 <= self.strength <= 2.5 or not 0 <= self.blur <= 1 or not 0 < min_area <= 1:
+        if (
+            size < 8
+            or not 0 <= self.strength <= 2.5
+            or not 0 <= self.blur <= 1
+            or not 0 < min_area <= 1
+        ):
             values = f"size={size}, strength={strength}, blur={blur}, min_area={min_area}"
             fix = "give size >= 8, strength in [0, 2.5], blur in [0, 1] and min_area in (0, 1]"
             raise DualencError(f"SimCLR: {values} is out of range; {fix}")
@@ -74,7 +81,8 @@ class SimCLR:
 
 
 def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int, int, int, int]:
-    """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3 (Inception's crop).
+    """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3
+    (Inception's crop).
 
     The box is top, left, height and width in pixels.
     """
@@ -108,14 +116,16 @@ def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
 
 
 def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
-    """torchvision's Gaussian blur of (..., H, W) as one matrix product per axis, six times faster at 224 pixels."""
+    """torchvision's Gaussian blur of (..., H, W) as one matrix product per axis, six times faster
+    at 224 pixels."""
     rows = blur_matrix(pixels.shape[-2], sigma, kernel)
     columns = blur_matrix(pixels.shape[-1], sigma, kernel)
     return rows @ pixels @ columns.T
 
 
 def blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
-    """The matrix (length, length) that blurs one axis with a standard deviation `sigma`, reflected at the borders."""
+    """The matrix (length, length) that blurs one axis with a standard deviation `sigma`, reflected
+    at the borders."""
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / torch.tensor(sigma)) ** 2, dim=0)
     # Row `i` holds the weights of all positions in the blurred value at `i`.

@@ -1,11 +1,13 @@
-"""Towers and dual encoders on open_clip, transformers, timm and vectors; their folders, read and written."""
+"""Towers and dual encoders on open_clip, transformers, timm and vectors; their folders, read and
+written."""
 
-# transformers, open_clip, timm and peft take seconds to import, so the functions that use them import them.
+# transformers, open_clip, timm and peft take seconds to import, so the functions that use them
+# import them.
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
-from dualenc.encoders.frozen import IndexEncoder, interpolate, with_map
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder
+from dualenc.encoders.index_encoder import IndexEncoder, interpolate, with_map
 from dualenc.encoders.load import load_model
 from dualenc.encoders.static import StaticEncoder
 from dualenc.encoders.text import TextEncoder

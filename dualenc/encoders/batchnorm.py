@@ -1,4 +1,5 @@
-"""Batch normalisation: synchronised over processes, and of out-of-batch items by a training batch's statistics."""
+"""Batch normalisation: synchronised over processes, and of out-of-batch items by a training batch's
+statistics."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ TOO_SMALL = "BatchNorm needs more than one value per channel in training; raise 
 
 
 class BatchStatistics:
-    """The statistics by which BatchNorm layers normalised the latest training batch, for its out-of-batch items.
+    """The statistics by which BatchNorm layers normalised the latest training batch, for its
+    out-of-batch items.
 
-    The gradient goes through them into this process's part of the batch. Without `keep`, running statistics stand in.
+    The gradient goes through them into this process's part of the batch. Without `keep`, running
+    statistics stand in.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -39,7 +42,8 @@ class BatchStatistics:
                 self._latest[layer] = (mean.detach(), variance.detach())
 
     def of_batch(self, module: nn.Module, out_of_batch: bool) -> AbstractContextManager[None]:
-        """`recorded` for a forward of the training batch, `applied` for one of out-of-batch items."""
+        """`recorded` for a forward of the training batch, `applied` for one of out-of-batch
+        items."""
         return self.applied(module) if out_of_batch else self.recorded(module)
 
     @contextmanager
@@ -61,7 +65,8 @@ class BatchStatistics:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Normalise by the recorded statistics, or by running ones if none were recorded; neither change."""
+        """Normalise by the recorded statistics, or by running ones if none were recorded; neither
+        change."""
         with ExitStack() as stack:
             for layer in _training_layers(module):
                 stack.callback(_set, layer, training=True)
@@ -70,8 +75,11 @@ class BatchStatistics:
                     continue
                 self._applied.add(layer)
                 mean, variance = self._latest[layer]
-                stack.callback(_set, layer, running_mean=layer.running_mean, running_var=layer.running_var)
-                # Outside training a layer takes its running statistics for constants; the hook adds their gradient.
+                stack.callback(
+                    _set, layer, running_mean=layer.running_mean, running_var=layer.running_var
+                )
+                # Outside training a layer takes its running statistics for constants; the hook adds
+                # their gradient.
                 _set(layer, running_mean=mean.detach(), running_var=variance.detach())
                 if mean.requires_grad:
                     hook = functools.partial(_connect, mean=mean, variance=variance)
@@ -80,7 +88,8 @@ class BatchStatistics:
 
 
 def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
-    """BatchNorm layers that normalise by the batch in training; frozen ones keep to their running statistics."""
+    """BatchNorm layers that normalise by the batch in training; frozen ones keep to their running
+    statistics."""
     norms = []
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm):
@@ -103,7 +112,8 @@ def explain_single_values() -> Iterator[None]:
 
 
 def keep_frozen_statistics(tower: nn.Module) -> None:
-    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which stay as they are."""
+    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which
+    stay as they are."""
     trained = trained_norms(tower)
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm) and layer not in trained:
@@ -111,7 +121,8 @@ def keep_frozen_statistics(tower: nn.Module) -> None:
 
 
 def synchronise_statistics(module: nn.Module) -> None:
-    """Have BatchNorm layers compute their training statistics over the batches of all processes, with gradient."""
+    """Have BatchNorm layers compute their training statistics over the batches of all processes,
+    with gradient."""
     for layer in trained_norms(module):
         if _synchroniser(layer) is None:
             synchroniser = _Synchroniser(layer)
@@ -126,7 +137,8 @@ def waits_for_others(module: nn.Module) -> bool:
 
 
 class _Synchroniser:
-    """Gives one layer, for a forward, mean and variance over all processes as if they were its running ones."""
+    """Gives one layer, for a forward, mean and variance over all processes as if they were its
+    running ones."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         self.layer = layer
@@ -147,9 +159,13 @@ class _Synchroniser:
             with _saved_under_checkpointing():
                 own_mean, own_variance = _mean_and_variance(values)
                 square = own_variance + (own_mean - mean.detach()).square()
-                self.latest[layer] = _with_gradient(mean, own_mean), _with_gradient(variance, square)
+                self.latest[layer] = (
+                    _with_gradient(mean, own_mean),
+                    _with_gradient(variance, square),
+                )
         self._running = layer.running_mean, layer.running_var
-        # Outside training a layer takes its running statistics for constants; the connection adds their gradient.
+        # Outside training a layer takes its running statistics for constants; the connection adds
+        # their gradient.
         _set(layer, training=False, running_mean=mean.detach(), running_var=variance.detach())
         return _connect(layer, inputs, mean, variance)
 
@@ -169,11 +185,14 @@ def _mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Mean, (biased) variance and number of values per channel over all processes, with gradient."""
+    """Mean, (biased) variance and number of values per channel over all processes, with
+    gradient."""
     own_mean, own_variance = (statistic.double() for statistic in _mean_and_variance(values))
     own_count = values.numel() // values.shape[1]
     own_square = own_variance + own_mean.square()
-    sums = torch.cat([own_count * own_mean, own_count * own_square, own_mean.new_tensor([own_count])])
+    sums = torch.cat(
+        [own_count * own_mean, own_count * own_square, own_mean.new_tensor([own_count])]
+    )
     total = distributed.gather_with_grad(sums[None], [1] * distributed.world_size()).sum(0)
     count = int(total[-1])
     if count < 2:
@@ -185,7 +204,8 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def _update_running(layer: Any, mean: Tensor, variance: Tensor) -> None:
-    """Add a batch to running statistics; without momentum they are the plain average of all batches."""
+    """Add a batch to running statistics; without momentum they are the plain average of all
+    batches."""
     layer.num_batches_tracked.add_(1)
     share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
     layer.running_mean.mul_(1 - share).add_(mean, alpha=share)
@@ -201,7 +221,8 @@ def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
 
 
 def _saved_under_checkpointing() -> saved_tensors_hooks:
-    """Keep the tensors of a graph as they are: gradient checkpointing would drop them until the recomputation."""
+    """Keep the tensors of a graph as they are: gradient checkpointing would drop them until the
+    recomputation."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -224,13 +245,16 @@ def _set(layer: _BatchNorm, **attributes: Any) -> None:
         setattr(layer, name, value)
 
 
-def _connect(layer: Any, inputs: tuple[Tensor, ...], mean: Tensor, variance: Tensor) -> tuple[Tensor]:
+def _connect(
+    layer: Any, inputs: tuple[Tensor, ...], mean: Tensor, variance: Tensor
+) -> tuple[Tensor]:
     """The layer's input, through which the gradient of its statistics flows."""
     return (_Connection.apply(inputs[0], mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
 
 
 class _Connection(torch.autograd.Function):
-    """Values (B, channels, ...) as they are, on their way into a layer that normalises them by mean and variance.
+    """Values (B, channels, ...) as they are, on their way into a layer that normalises them by mean
+    and variance.
 
     With g the loss's gradient in x, that in μ is −Σ g, and that in σ² is −Σ g·(x − μ) / 2(σ² + ε).
     """
@@ -245,11 +269,15 @@ class _Connection(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError("batch statistics have no second derivatives; leave create_graph out")
+            raise DualencError(
+                "batch statistics have no second derivatives; leave create_graph out"
+            )
         gradient = gradients[0]
         values, mean, variance = ctx.saved_tensors
         others = [0, *range(2, values.dim())]
         d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
         centred = values - _per_channel(mean, values)
-        d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (-2 * (variance + ctx.eps))
+        d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (
+            -2 * (variance + ctx.eps)
+        )
         return gradient, d_mean, d_variance, None

@@ -1,4 +1,5 @@
-"""Model cards: a README.md with a model's facts, training data, metrics, and how to load it, from a template file."""
+"""Model cards: a README.md with a model's facts, training data, metrics, and how to load it, from a
+template file."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def render_card(
 ) -> str:
     """The text of a model folder's README.md; of absolute paths only the last part is shown.
 
-    `card` is what the model cannot know: `task`, `data`, `recipe`, `metrics` as {metric: number} or {metric: {column:
-    number}}; `base_model`, `datasets`, `language`, `license` for the front matter. Further keys become sections.
+    `card` is what the model cannot know: `task`, `data`, `recipe`, `metrics` as {metric: number} or
+    {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` for the front
+    matter. Further keys become sections.
     """
     library, pipeline, tags = LIBRARIES[model_format]
     # None values are dropped.
@@ -65,7 +67,8 @@ def render_card(
         usage=usage,
         example=example,
         on_hub=on_hub,
-        # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they are.
+        # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they
+        # are.
         inline=_inline,
         table=_table,
     )
@@ -73,7 +76,8 @@ def render_card(
 
 
 def base_metadata(name: str) -> dict[str, str]:
-    """`base_model` and `license` for the card of a model trained from this one, where they are known."""
+    """`base_model` and `license` for the card of a model trained from this one, where they are
+    known."""
     try:
         card = metadata_load(model_folder(name) / "README.md") or {}
     except Exception:  # no card, or one of another form, which is no reason not to train
@@ -107,12 +111,17 @@ def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _metrics(metrics: Mapping[Any, Any]) -> str:
     """A table with a row per metric, and a column per name in nested mappings."""
-    nested = {metric: value if isinstance(value, Mapping) else {"value": value} for metric, value in metrics.items()}
+    nested = {
+        metric: value if isinstance(value, Mapping) else {"value": value}
+        for metric, value in metrics.items()
+    }
     columns = list(dict.fromkeys(column for row in nested.values() for column in row))
     rows = []
     for metric, row in nested.items():
         values = [row.get(column, "") for column in columns]
-        rows.append([metric, *(f"{value:.4f}" if isinstance(value, float) else value for value in values)])
+        rows.append(
+            [metric, *(f"{value:.4f}" if isinstance(value, float) else value for value in values)]
+        )
     return _table(["metric", *columns], rows)
 
 
@@ -131,7 +140,9 @@ def _fenced(language: str, text: str) -> str:
 
 def _without_folders(text: str) -> str:
     """A text in which only the last part of absolute paths is left; URLs stay."""
-    return re.sub(r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text)
+    return re.sub(
+        r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text
+    )
 
 
 def _inline(text: str) -> str:

@@ -28,7 +28,8 @@ def convert_dropout(module: nn.Module) -> None:
 
 
 def dropout_mask(values: Tensor, dropout: float) -> Tensor:
-    """0 with probability `dropout`, else 1, in the shape of values: each random number decides about four."""
+    """0 with probability `dropout`, else 1, in the shape of values: each random number decides
+    about four."""
     count = values.numel()
     numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
     uniform = numbers.view(torch.int16)[:count].view(values.shape)

@@ -19,13 +19,13 @@ from PIL import Image
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from dualenc.decoding import rgb_item
 from dualenc.encoders.batchnorm import keep_frozen_statistics
 from dualenc.encoders.card import render_card
 from dualenc.encoders.lora import without_weights
 from dualenc.errors import BadSample, DualencError, explain
-from dualenc.files import atomic_folder
-from dualenc.targets import check_outside
+from dualenc.io.decoding import rgb_item
+from dualenc.io.files import atomic_folder
+from dualenc.io.targets import check_outside
 from dualenc.types import Inputs, Modality, Side
 
 logger = logging.getLogger("dualenc.encoders")
@@ -35,7 +35,8 @@ SIDES: tuple[Side, Side] = ("left", "right")
 Kind = Literal["image-text", "query-document", "image", "vector", "query-index"]
 
 DUALENC_FILE = "dualenc.json"
-"""What a model folder says beyond its ecosystem's own files; absent where there is nothing to add."""
+"""What a model folder says beyond its ecosystem's own files; absent where there is nothing to
+add."""
 
 MODEL_FILES = (DUALENC_FILE, "modules.json", "open_clip_config.json", "config.json")
 """Files of which every model folder has one."""
@@ -60,27 +61,33 @@ ZERO_VECTOR: dict[Modality, str] = {
 
 
 class Prepare:
-    """Raw items to the tensors of one tower: picklable and without weights, so DataLoader workers can run it."""
+    """Raw items to the tensors of one tower: picklable and without weights, so DataLoader workers
+    can run it."""
 
     modality: Modality
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate B raw items: `str`, RGB `PIL.Image` or arrays (input_dim,); the first dimension of every result is B.
+        """Collate B raw items: `str`, RGB `PIL.Image` or arrays (input_dim,); the first dimension
+        of every result is B.
 
-        `seeds` are None for evaluation; otherwise one per item, of which an image's augmentation is a function.
+        `seeds` are None for evaluation; otherwise one per item, of which an image's augmentation is
+        a function.
         """
         raise NotImplementedError
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
-        """Several prepared batches as one, in their order; None where that gains nothing, as with images."""
+        """Several prepared batches as one, in their order; None where that gains nothing, as with
+        images."""
         return None
 
     def cache_tokens(self) -> None:
-        """Cache what preparing an item gives, for items that come again, as in training; texts only."""
+        """Cache what preparing an item gives, for items that come again, as in training; texts
+        only."""
 
 
 class Tower(nn.Module):
-    """A module that encodes prepared inputs to unit vectors (B, dim); `feature_dim` is the size of its features."""
+    """A module that encodes prepared inputs to unit vectors (B, dim); `feature_dim` is the size of
+    its features."""
 
     modality: Modality
     dim: int
@@ -94,9 +101,11 @@ class Tower(nn.Module):
         return self
 
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
-        """B prepared items, on the CPU, without padding where the tower takes them so; not one row per item.
+        """B prepared items, on the CPU, without padding where the tower takes them so; not one row
+        per item.
 
-        `one_by_one`: the tower is not compiled and computes on a CPU, where a loop over items is cheap.
+        `one_by_one`: the tower is not compiled and computes on a CPU, where a loop over items is
+        cheap.
         """
         return inputs
 
@@ -105,7 +114,8 @@ class Tower(nn.Module):
         raise NotImplementedError
 
     def features(self, inputs: Inputs) -> Tensor:
-        """The features (B, feature_dim) that probes use: the vectors themselves unless a projector follows."""
+        """The features (B, feature_dim) that probes use: the vectors themselves unless a projector
+        follows."""
         return self(inputs)
 
 
@@ -121,7 +131,8 @@ class DualEncoder(nn.Module):
 
     Args:
         left: tower of the left items.
-        right: tower of the right items: the same object, one over the same weights, or an independent one.
+        right: tower of the right items: the same object, one over the same weights, or an
+            independent one.
         kind: which kind of model this is.
         views: whether both sides of a pair are augmentations of one image.
     """
@@ -131,12 +142,16 @@ class DualEncoder(nn.Module):
     ecosystem: str | None = None  # the folder's format, one of `card.LIBRARIES`; None: as the kind
     example_side: Side = "right"  # of the model card's example
     usage: str | None = None  # the example of the model card's template; None: as the format
-    base: Mapping[str, str] = MappingProxyType({})  # `base_model` and `license` of the card, where known
+    base: Mapping[str, str] = MappingProxyType(
+        {}
+    )  # `base_model` and `license` of the card, where known
 
     def __init__(self, left: Tower, right: Tower, kind: Kind, views: bool = False) -> None:
         super().__init__()
         if left.dim != right.dim:
-            raise DualencError(f"left tower: dimension {left.dim}, right tower {right.dim}; use one size")
+            raise DualencError(
+                f"left tower: dimension {left.dim}, right tower {right.dim}; use one size"
+            )
         self.kind = kind
         self.views = views
         self.left = left
@@ -211,7 +226,10 @@ class DualEncoder(nn.Module):
         was_training = tower.training
         tower.eval()
         try:
-            with torch.inference_mode(), tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar:
+            with (
+                torch.inference_mode(),
+                tqdm(total=len(items), desc="encode", disable=not shows_bar) as bar,
+            ):
                 parts = list(_encode_windows(tower, items, batch_size, bar))
         finally:
             tower.train(was_training)
@@ -226,23 +244,28 @@ class DualEncoder(nn.Module):
         return self.encode(items, "right", **options)
 
     def save(self, folder: str | os.PathLike[str], card: dict[str, Any] | None = None) -> None:
-        """Write the model folder: the ecosystem's own format, weights as safetensors, and a model card.
+        """Write the model folder: the ecosystem's own format, weights as safetensors, and a model
+        card.
 
-        `card` is what the README says beyond the facts, see `render_card`. Only a model is replaced.
+        `card` is what the README says beyond the facts, see `render_card`. Only a model is
+        replaced.
         """
         folder = Path(folder)
         check_outside(folder, is_part=True)
         with atomic_folder(folder, is_model, "model") as new:
             new.mkdir()
             self.write(new)
-            (new / "README.md").write_text(self.model_card(folder.name, card or {}), encoding="utf-8")
+            (new / "README.md").write_text(
+                self.model_card(folder.name, card or {}), encoding="utf-8"
+            )
 
     def write(self, folder: Path) -> None:
         """Write configuration, preprocessing and weights into an empty folder."""
         raise NotImplementedError
 
     def check_savable(self) -> None:
-        """Raise a `DualencError` where a library refuses to save this model, before it is trained."""
+        """Raise a `DualencError` where a library refuses to save this model, before it is
+        trained."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 without_weights(self).write(Path(folder))
@@ -253,15 +276,20 @@ class DualEncoder(nn.Module):
                 with explain("the model cannot be saved", "correct its config.json"):
                     self.write(Path(folder))
 
-    def push_to_hub(self, repo: str, card: dict[str, Any] | None = None, private: bool = True) -> str:
-        """Upload the model to the Hugging Face hub and return the address of the commit; log in first: `hf auth login`.
+    def push_to_hub(
+        self, repo: str, card: dict[str, Any] | None = None, private: bool = True
+    ) -> str:
+        """Upload the model to the Hugging Face hub and return the address of the commit; log in
+        first: `hf auth login`.
 
         Args:
             repo: owner/name; a new one is made if needed.
             card: as for `save`.
             private: whether a new repository is.
         """
-        failure = explain(f"{repo}: could not be uploaded", "give owner/name, and log in: hf auth login")
+        failure = explain(
+            f"{repo}: could not be uploaded", "give owner/name, and log in: hf auth login"
+        )
         with failure, tempfile.TemporaryDirectory() as folder:
             huggingface_hub.create_repo(repo, private=private, exist_ok=True)
             self.write(Path(folder))
@@ -293,7 +321,8 @@ class DualEncoder(nn.Module):
 
 
 def window_rows(tower: Tower, batch_size: int) -> int:
-    """Items that are prepared at once, a whole number of batches: of images one, of texts as their length allows."""
+    """Items that are prepared at once, a whole number of batches: of images one, of texts as their
+    length allows."""
     batches = 1
     if tower.modality == "text":
         max_length = getattr(tower.prepare, "max_length", DEFAULT_LENGTH)
@@ -303,8 +332,11 @@ def window_rows(tower: Tower, batch_size: int) -> int:
     return batch_size * max(1, batches)
 
 
-def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm) -> Iterator[np.ndarray]:
-    """Vectors (n, D) of one window of items after another; within it, texts of similar length share a batch."""
+def _encode_windows(
+    tower: Tower, items: Sequence[Any], batch_size: int, bar: tqdm
+) -> Iterator[np.ndarray]:
+    """Vectors (n, D) of one window of items after another; within it, texts of similar length share
+    a batch."""
     device = next(itertools.chain(tower.parameters(), tower.buffers())).device
     num_rows = window_rows(tower, batch_size)
     # Iterated, because the labels of a pandas Series are no positions.
@@ -331,14 +363,17 @@ def _encode_windows(tower: Tower, items: Sequence[Any], batch_size: int, bar: tq
 
 
 def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
-    """Refuse a raw item that a tower cannot take: no `str`, no `PIL.Image`, or no array (D,) of finite numbers."""
+    """Refuse a raw item that a tower cannot take: no `str`, no `PIL.Image`, or no array (D,) of
+    finite numbers."""
     kinds, needed = ITEM_TYPES[modality]
     valid = isinstance(item, kinds)
     if valid and modality == "text" and not item.isascii():
         try:
             item.encode()
         except UnicodeEncodeError:
-            raise BadSample(f"the text {item[:40]!r} is not valid Unicode; write it in UTF-8") from None
+            raise BadSample(
+                f"the text {item[:40]!r} is not valid Unicode; write it in UTF-8"
+            ) from None
     if valid and modality == "vector":
         vector = np.asarray(item)
         valid = vector.ndim == 1 and vector.dtype.kind in "fiu" and bool(np.isfinite(vector).all())
@@ -364,7 +399,8 @@ def num_rows(inputs: Inputs) -> int:
 
 
 def chunk_rows(inputs: Inputs, chunk_size: int) -> list[Tensor]:
-    """Row numbers of each chunk: texts of similar length together, longest first; images in their order."""
+    """Row numbers of each chunk: texts of similar length together, longest first; images in their
+    order."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return list(torch.arange(num_rows(inputs)).split(chunk_size))
@@ -379,4 +415,6 @@ def take(inputs: Inputs, rows: Tensor) -> Inputs:
         return {name: tensor[rows] for name, tensor in inputs.items()}
     used = torch.nonzero(mask[rows].any(dim=0)).reshape(-1)
     columns = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(None)
-    return {name: t[rows, columns] if t.shape == mask.shape else t[rows] for name, t in inputs.items()}
+    return {
+        name: t[rows, columns] if t.shape == mask.shape else t[rows] for name, t in inputs.items()
+    }

@@ -18,13 +18,16 @@ IGNORED_FILES = ["onnx/*", "openvino/*"]
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:
-    """The local folder of a model: the one named, or the hub's, fetched without anything that could be code.
+    """The local folder of a model: the one named, or the hub's, fetched without anything that could
+    be code.
 
     A name is a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`.
     """
     repository = hub_name(name)
     if repository is not None:
-        with explain(f"{repository}: neither a folder here nor a model that the hub gives", "check the name"):
+        with explain(
+            f"{repository}: neither a folder here nor a model that the hub gives", "check the name"
+        ):
             fetched = huggingface_hub.snapshot_download(
                 repository, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES
             )
@@ -47,15 +50,19 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
 
 def looks_like_path(text: str) -> bool:
     """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
-    return text.startswith((".", "~", os.sep)) or text.count("/") > 1 or (os.sep == "\\" and "\\" in text)
+    return (
+        text.startswith((".", "~", os.sep))
+        or text.count("/") > 1
+        or (os.sep == "\\" and "\\" in text)
+    )
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Load a model without progress bars and log messages, and never by code of its own.
 
-    `trust_remote_code=False` is not passed on to models inside a model, nor by open_clip, and transformers would ask on
-    the terminal whether to run their code.
+    `trust_remote_code=False` is not passed on to models inside a model, nor by open_clip, and
+    transformers would ask on the terminal whether to run their code.
     """
     from transformers import dynamic_module_utils
     from transformers.utils import logging as progress
@@ -65,7 +72,9 @@ def quiet_loading() -> Iterator[None]:
     seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     logging.disable()
     progress.disable_progress_bar()
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to answer the question; at 0 none is asked
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = (
+        0  # seconds to answer the question; at 0 none is asked
+    )
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Encoders of images alone: a timm backbone with its projector, its folder, and how images become tensors."""
+"""Encoders of images alone: a timm backbone with its projector, its folder, and how images become
+tensors."""
 
 from __future__ import annotations
 
@@ -23,10 +24,16 @@ from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.limits import check_sizes
-from dualenc.encoders.weights import check_safetensors, count_weights, load_weights, save_weights, settle_missing
+from dualenc.encoders.weights import (
+    check_safetensors,
+    count_weights,
+    load_weights,
+    save_weights,
+    settle_missing,
+)
 from dualenc.errors import DualencError, explain
-from dualenc.files import write_json
-from dualenc.reading import check_fields, read_json_object
+from dualenc.io.files import write_json
+from dualenc.io.reading import check_fields, read_json_object
 from dualenc.types import Inputs
 
 logger = logging.getLogger("dualenc.encoders")
@@ -38,7 +45,8 @@ MAX_DIM = 2**20
 MIN_CROP, MAX_CROP = 0.1, 10
 """Bounds of crop_pct: by a smaller share an image would become too large to be cropped."""
 SMALL = 64
-"""Images of at most this many pixels per side get the small-image stem, and are not cropped for evaluation."""
+"""Images of at most this many pixels per side get the small-image stem, and are not cropped for
+evaluation."""
 
 Augment = Callable[[Image.Image, int], Any]
 """An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
@@ -48,14 +56,16 @@ class ImageEncoder(DualEncoder):
     """Two views of an image through one timm backbone and projector (SimCLR, Chen et al. 2020).
 
     Args:
-        backbone: a timm name such as "resnet18", a timm folder (`local-dir:` before it is optional), or a hub name.
+        backbone: a timm name such as "resnet18", a timm folder (`local-dir:` before it is
+            optional), or a hub name.
         pretrained: with a timm name: load its weights; folders and hub names always bring theirs.
-        projector_dim: D, size of the vectors that training compares; None trains the features themselves. A folder that
-            dualenc saved brings its projector of that size.
-        small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None: for images of at
-            most 64 pixels.
+        projector_dim: D, size of the vectors that training compares; None trains the features
+            themselves. A folder that dualenc saved brings its projector of that size.
+        small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None:
+            for images of at most 64 pixels.
         image_size: pixels per side; None: the backbone's default.
-        augment: training augmentation: image and seed to pixels (3, H, W) in [0, 1]; None crops and flips.
+        augment: training augmentation: image and seed to pixels (3, H, W) in [0, 1]; None crops and
+            flips.
         backbone_args: further arguments of the timm architecture.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
     """
@@ -85,7 +95,10 @@ class ImageEncoder(DualEncoder):
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
         config = _data_config(model.pretrained_cfg, image_size)
-        with torch.no_grad(), explain(f"{backbone}: does not encode an image", "check its arguments"):
+        with (
+            torch.no_grad(),
+            explain(f"{backbone}: does not encode an image", "check its arguments"),
+        ):
             evaluate = create_transform(**config, is_training=False)
             # Of a foreign folder, both may be anything.
             pixels = checked_pixels(evaluate, config["input_size"])
@@ -97,7 +110,9 @@ class ImageEncoder(DualEncoder):
         features = shape[1]
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
-            crops = v2.RandomResizedCrop(config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC)
+            crops = v2.RandomResizedCrop(
+                config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC
+            )
             to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
             views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
             augment = partial(seeded_transform, transform=views)
@@ -123,7 +138,8 @@ class ImageEncoder(DualEncoder):
         return cls(str(folder), projector_dim=_saved_projector_dim(folder))
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the projector in it."""
+        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the
+        projector in it."""
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
         layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
@@ -152,11 +168,19 @@ class ImageEncoder(DualEncoder):
 
 
 class ProjectedTower(Tower):
-    """A backbone, pixels (B, 3, H, W) to features (B, feature_dim), and a projector behind it, to (B, D)."""
+    """A backbone, pixels (B, 3, H, W) to features (B, feature_dim), and a projector behind it, to
+    (B, D)."""
 
     modality = "image"
 
-    def __init__(self, backbone: nn.Module, head: nn.Module, prepare: ImagePrepare, feature_dim: int, dim: int) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        head: nn.Module,
+        prepare: ImagePrepare,
+        feature_dim: int,
+        dim: int,
+    ) -> None:
         super().__init__()
         self.backbone = backbone
         self.projector = head
@@ -174,12 +198,15 @@ class ProjectedTower(Tower):
 
 
 def projector(features: int, dim: int) -> nn.Sequential:
-    """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR, section 4.2)."""
+    """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR,
+    section 4.2)."""
     if type(dim) is not int or not 1 <= dim <= MAX_DIM:
         allowed = f"a number from 1 to {MAX_DIM:,}, or null for none"
         raise DualencError(f"projector_dim is {str(dim)[:40]}: give {allowed}")
     first = nn.Linear(features, features, bias=False)
-    return nn.Sequential(first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False))
+    return nn.Sequential(
+        first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False)
+    )
 
 
 def is_timm_name(name: str) -> bool:
@@ -190,11 +217,16 @@ def is_timm_name(name: str) -> bool:
 
 
 def load_backbone(
-    name: str, pretrained: bool, small_stem: bool | None, image_size: int | None, args: dict[str, Any]
+    name: str,
+    pretrained: bool,
+    small_stem: bool | None,
+    image_size: int | None,
+    args: dict[str, Any],
 ) -> tuple[Any, dict[str, Any], bool]:
     """A timm model without classifier, all its arguments, and whether it has the small-image stem.
 
-    It comes by its name or from the safetensors weights of a folder; the arguments are those of `ImageEncoder`.
+    It comes by its name or from the safetensors weights of a folder; the arguments are those of
+    `ImageEncoder`.
     """
     import timm
     from timm.models import get_pretrained_cfg
@@ -210,8 +242,12 @@ def load_backbone(
         check_safetensors(folder, WEIGHTS_FILE)
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
-            raise DualencError(f"{folder / 'config.json'}: names no timm architecture; give another folder")
-        optional: dict[str, Any] = {name: dict for name in ("model_args", "pretrained_cfg") if name in config}
+            raise DualencError(
+                f"{folder / 'config.json'}: names no timm architecture; give another folder"
+            )
+        optional: dict[str, Any] = {
+            name: dict for name in ("model_args", "pretrained_cfg") if name in config
+        }
         check_fields(config, {"architecture": str, **optional}, folder / "config.json")
         check_sizes(config, folder / "config.json", count_weights(folder / WEIGHTS_FILE))
         source = f"local-dir:{folder}"
@@ -220,18 +256,25 @@ def load_backbone(
         path = folder / DUALENC_FILE
         has_stem = path.is_file() and bool(read_json_object(path).get("small_image_stem"))
         if small_stem not in (None, has_stem):
-            raise DualencError(f"{folder}: small_image_stem is {has_stem} in this folder; leave it out")
+            raise DualencError(
+                f"{folder}: small_image_stem is {has_stem} in this folder; leave it out"
+            )
         small_stem = has_stem
         pretrained = not has_stem
-    # What timm takes besides an architecture's arguments: other weights, other configurations, compilation.
+    # What timm takes besides an architecture's arguments: other weights, other configurations,
+    # compilation.
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
-            raise DualencError(f"{source}: {key} is no argument of an architecture (backbone_args); leave it out")
+            raise DualencError(
+                f"{source}: {key} is no argument of an architecture (backbone_args); leave it out"
+            )
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
     with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
         with missing_weights() as missing:
-            model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **size, **args)
+            model: Any = timm.create_model(
+                source, pretrained=pretrained, num_classes=0, **size, **args
+            )
         if missing:
             pixels = torch.zeros(2, *model.pretrained_cfg["input_size"])
             where = source.removeprefix("local-dir:")
@@ -270,11 +313,16 @@ def is_plain_resnet(backbone: nn.Module) -> bool:
     """Whether this is a ResNet that begins with one 7×7 convolution and a max-pooling."""
     stem = getattr(backbone, "conv1", None)
     pooling = getattr(backbone, "maxpool", None)
-    return isinstance(stem, nn.Conv2d) and stem.kernel_size == (7, 7) and isinstance(pooling, nn.MaxPool2d)
+    return (
+        isinstance(stem, nn.Conv2d)
+        and stem.kernel_size == (7, 7)
+        and isinstance(pooling, nn.MaxPool2d)
+    )
 
 
 def replace_stem(backbone: Any) -> None:
-    """Begin a plain ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, appendix B.9)."""
+    """Begin a plain ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, appendix
+    B.9)."""
     if not is_plain_resnet(backbone):
         raise DualencError(
             f"{type(backbone).__name__} has no stem that small_image_stem could replace: leave it out, "
@@ -303,11 +351,14 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
         if image_size <= SMALL:
             settings["crop_pct"] = 1.0
     config = resolve_data_config(settings, pretrained_cfg=known)
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in config.items()
+    }
 
 
 class ImagePrepare(Prepare):
-    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image and its seed.
+    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image
+    and its seed.
 
     The settings of `evaluate`, in plain values, are part of the model's fingerprint.
     """
@@ -315,7 +366,10 @@ class ImagePrepare(Prepare):
     modality = "image"
 
     def __init__(
-        self, evaluate: Callable[[Image.Image], Tensor], augment: Augment, settings: Mapping[str, Any]
+        self,
+        evaluate: Callable[[Image.Image], Tensor],
+        augment: Augment,
+        settings: Mapping[str, Any],
     ) -> None:
         self.evaluate = evaluate
         self.augment = augment
@@ -342,13 +396,18 @@ def checked_pixels(evaluate: Callable[[Image.Image], Tensor], size: Sequence[int
     return pixels
 
 
-def seeded_transform(image: Image.Image, seed: int, transform: Callable[[Image.Image], Tensor]) -> Tensor:
-    """Apply a transform that draws from the global generators as a pure function of image and seed."""
+def seeded_transform(
+    image: Image.Image, seed: int, transform: Callable[[Image.Image], Tensor]
+) -> Tensor:
+    """Apply a transform that draws from the global generators as a pure function of image and
+    seed."""
     with seeded(seed):
         return transform(image)
 
 
-def normalized(image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]) -> Tensor:
+def normalized(
+    image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]
+) -> Tensor:
     """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
     return v2.functional.normalize(augment(image, seed), mean, std)
 
@@ -358,7 +417,9 @@ def _report_other_size(augment: Augment, size: Sequence[int]) -> None:
     trained = augment(Image.new("RGB", (SMALL, SMALL)), 0).shape[-2:]
     if tuple(trained) != tuple(size):
         sizes = (*trained, *size)
-        logger.warning("views to train on have %dx%d pixels, images to encode %dx%d; set both alike", *sizes)
+        logger.warning(
+            "views to train on have %dx%d pixels, images to encode %dx%d; set both alike", *sizes
+        )
 
 
 def _saved_projector_dim(folder: Path) -> int | None:
@@ -371,12 +432,15 @@ def check_crop_scale(crop_scale: Sequence[float]) -> None:
     """Refuse a range of shares of an image's area that no training crop could have."""
     low, high = crop_scale
     if not 0 < low <= high <= 1:
-        raise DualencError(f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]")
+        raise DualencError(
+            f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]"
+        )
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generators of torch, `random` and numpy within this context, and put them back after it."""
+    """Seed the CPU generators of torch, `random` and numpy within this context, and put them back
+    after it."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002
     try:

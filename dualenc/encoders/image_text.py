@@ -1,4 +1,5 @@
-"""Image-text encoders on open_clip, left the images, right the texts; their folder, read and written."""
+"""Image-text encoders on open_clip, left the images, right the texts; their folder, read and
+written."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ from dualenc.encoders.lora import add_adapters, merge_adapters
 from dualenc.encoders.tokenizer import forget_last_call, load_tokenizer
 from dualenc.encoders.weights import count_weights, save_weights
 from dualenc.errors import DualencError, explain
-from dualenc.files import write_json
-from dualenc.reading import check_fields, read_json_object
+from dualenc.io.files import write_json
+from dualenc.io.reading import check_fields, read_json_object
 from dualenc.types import Inputs
 
 if TYPE_CHECKING:
@@ -44,27 +45,39 @@ CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
-TOKENIZER_ARGUMENTS = ("clean", "strip_sep_token", "language", "additional_special_tokens", "reduction_mask")
+TOKENIZER_ARGUMENTS = (
+    "clean",
+    "strip_sep_token",
+    "language",
+    "additional_special_tokens",
+    "reduction_mask",
+)
 """Arguments that cannot lead a tokenizer to other files or to code."""
 
 
 class ImageTextEncoder(DualEncoder):
     """Images and texts through an open_clip model: CLIP, SigLIP, or the two towers of CoCa.
 
-    CoCa's (Yu et al. 2022, arXiv 2205.01917) text decoder stays in the model as it is, and in its folder.
+    CoCa's (Yu et al. 2022, arXiv 2205.01917) text decoder stays in the model as it is, and in its
+    folder.
 
     Args:
-        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional), or a hub name.
-        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them; None starts from
-            random ones.
-        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and text_cfg.
-        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None: open_clip's own.
+        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional),
+            or a hub name.
+        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them;
+            None starts from random ones.
+        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and
+            text_cfg.
+        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None:
+            open_clip's own.
         image_size: pixels per side; None: the model's default.
         context_length: longest text in tokens; None: the model's default.
         crop_scale: smallest and largest share of an image's area that training crops to.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains the weights.
-        lora_targets: "all-linear", a list of endings of the names of layers, or a regular expression of whole names.
+        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains
+            the weights.
+        lora_targets: "all-linear", a list of endings of the names of layers, or a regular
+            expression of whole names.
     """
 
     left: ClipImageTower
@@ -138,7 +151,9 @@ class ImageTextEncoder(DualEncoder):
         names = ("mean", "std", "interpolation", "resize_mode")
         preprocess = {name: known[name] for name in names if name in known}
         write_json(folder / CONFIG_FILE, {"model_cfg": config, "preprocess_cfg": preprocess})
-        weights = {f"visual.{name}": value for name, value in merge_adapters(visual).state_dict().items()}
+        weights = {
+            f"visual.{name}": value for name, value in merge_adapters(visual).state_dict().items()
+        }
         weights |= merge_adapters(self.right.clip).state_dict()
         save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
@@ -149,7 +164,8 @@ class ImageTextEncoder(DualEncoder):
 
 
 def _freeze_unused(clip: Any) -> None:
-    """Freeze open_clip's own temperature, as the objective has one, and CoCa's decoder, which writes captions."""
+    """Freeze open_clip's own temperature, as the objective has one, and CoCa's decoder, which
+    writes captions."""
     for scalar in (clip.logit_scale, clip.logit_bias):
         if scalar is not None:
             scalar.requires_grad_(False)
@@ -157,7 +173,9 @@ def _freeze_unused(clip: Any) -> None:
         clip.text_decoder.requires_grad_(False)
 
 
-def _image_prepare(preprocess_config: dict[str, Any], crop_scale: tuple[float, float]) -> ImagePrepare:
+def _image_prepare(
+    preprocess_config: dict[str, Any], crop_scale: tuple[float, float]
+) -> ImagePrepare:
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     preprocess = PreprocessCfg(**preprocess_config)
@@ -189,7 +207,8 @@ class ClipTextPrepare(Prepare):
 
     Args:
         tokenizer: texts to (B, context length) ids.
-        end: the id at which the tower reads its output; "max": the largest id of each text; None: nothing may be cut.
+        end: the id at which the tower reads its output; "max": the largest id of each text; None:
+            nothing may be cut.
         ids: those that the tower knows; a published tokenizer may have more, which no text gives.
     """
 
@@ -231,7 +250,8 @@ class ClipTextTower(Tower):
         prefix, transformer = _causal_transformer(self.clip)
         if transformer is None or length == len(transformer.positional_embedding):
             return unit_norm(self.clip.encode_text(tokens))
-        # Under a causal mask the output token sees nothing of what follows it: the same vectors for less work.
+        # Under a causal mask the output token sees nothing of what follows it: the same vectors for
+        # less work.
         shorter = {
             f"clip.{prefix}positional_embedding": transformer.positional_embedding[:length],
             f"clip.{prefix}attn_mask": transformer.attn_mask[:length, :length],
@@ -241,10 +261,14 @@ class ClipTextTower(Tower):
 
 
 def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
-    """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text tower."""
+    """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text
+    tower."""
     prefix = "text." if hasattr(clip, "text") else ""
     module = clip.text if hasattr(clip, "text") else clip
-    is_causal = isinstance(getattr(module, "attn_mask", None), Tensor) and getattr(module, "cls_emb", None) is None
+    is_causal = (
+        isinstance(getattr(module, "attn_mask", None), Tensor)
+        and getattr(module, "cls_emb", None) is None
+    )
     return prefix, module if is_causal else None
 
 
@@ -269,16 +293,22 @@ def is_open_clip_name(name: str | None) -> bool:
 def _check_arguments(name: str | None, pretrained: str | None, config: Any, tokenizer: Any) -> None:
     """Refuse arguments of `ImageTextEncoder` that do not go together."""
     if (name is None) == (config is None):
-        raise DualencError("give either the name of an open_clip model or a config to start from scratch")
+        raise DualencError(
+            "give either the name of an open_clip model or a config to start from scratch"
+        )
     if tokenizer is not None and config is None:
-        raise DualencError(f"{name} has its own tokenizer: leave tokenizer out, it goes with config")
+        raise DualencError(
+            f"{name} has its own tokenizer: leave tokenizer out, it goes with config"
+        )
     if pretrained is None:
         return
     if not is_open_clip_name(name):
         raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
     is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
     if os.path.exists(pretrained) and not is_file:
-        raise DualencError(f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first")
+        raise DualencError(
+            f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
+        )
 
 
 def load_clip(
@@ -289,7 +319,8 @@ def load_clip(
     image_size: int | None,
     context_length: int | None,
 ) -> tuple[Any, dict[str, Any], Tokenize]:
-    """An open_clip model, its configuration and its tokenizer; the arguments are those of `ImageTextEncoder`."""
+    """An open_clip model, its configuration and its tokenizer; the arguments are those of
+    `ImageTextEncoder`."""
     import open_clip
     from open_clip.factory import get_pretrained_cfg, load_checkpoint
 
@@ -301,7 +332,8 @@ def load_clip(
         elif is_open_clip_name(name):
             own = open_clip.get_model_config(name)
             place = str(name)
-            # The name of an architecture says GELU for weights trained with QuickGELU, where open_clip only warns.
+            # The name of an architecture says GELU for weights trained with QuickGELU, where
+            # open_clip only warns.
             if pretrained is not None and get_pretrained_cfg(place, pretrained).get("quick_gelu"):
                 own["quick_gelu"] = True
         else:
@@ -317,10 +349,14 @@ def load_clip(
         if context_length is not None:
             own["text_cfg"]["context_length"] = context_length
         if config is not None:
-            _write_source(Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer))
+            _write_source(
+                Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer)
+            )
 
         # A tokenizer of open_clip's own takes no such argument.
-        options: dict[str, Any] = {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
+        options: dict[str, Any] = (
+            {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
+        )
         with (
             quiet_loading(),
             explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
@@ -328,10 +364,14 @@ def load_clip(
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
 
         # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
-        loading: dict[str, Any] = {"pretrained": pretrained} if place == name else {"load_weights": False}
+        loading: dict[str, Any] = (
+            {"pretrained": pretrained} if place == name else {"load_weights": False}
+        )
         with (
             quiet_loading(),
-            explain(f"{where}: open_clip does not load it", "check name, weights and configuration"),
+            explain(
+                f"{where}: open_clip does not load it", "check name, weights and configuration"
+            ),
         ):
             clip = open_clip.create_model(
                 place,
@@ -354,10 +394,14 @@ def _folder_config(folder: Path) -> dict[str, Any]:
     """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
-        raise DualencError(f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file")
+        raise DualencError(
+            f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file"
+        )
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in read_json_object(settings):
-        raise DualencError(f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one")
+        raise DualencError(
+            f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one"
+        )
     return config
 
 
@@ -380,12 +424,15 @@ def _folder_weights(folder: Path) -> Path:
 
 
 def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse configurations that are not two towers, and ones with which open_clip would run a model's code."""
+    """Refuse configurations that are not two towers, and ones with which open_clip would run a
+    model's code."""
     from transformers import AutoConfig
 
     missing = [section for section in SECTIONS if section not in config]
     if missing:
-        raise DualencError(f"{where}: {', '.join(missing)} missing; open_clip needs {', '.join(SECTIONS)}")
+        raise DualencError(
+            f"{where}: {', '.join(missing)} missing; open_clip needs {', '.join(SECTIONS)}"
+        )
     check_fields(config, {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}, where)
     check_sizes(config, where)
     text = config["text_cfg"]
@@ -412,7 +459,8 @@ def _token_ids(clip: Any) -> range:
 
 
 def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
-    """Refuse a size that a timm tower would have to be changed to, which no folder of open_clip can say."""
+    """Refuse a size that a timm tower would have to be changed to, which no folder of open_clip can
+    say."""
     from timm.models import get_pretrained_cfg
 
     name = vision.get("timm_model_name")
@@ -427,8 +475,11 @@ def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
         raise DualencError(f"{problem}; leave it out, or choose a model of that size")
 
 
-def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write a configuration, fitted in place to its tokenizer (None: open_clip's own), where open_clip reads both."""
+def _write_source(
+    folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    """Write a configuration, fitted in place to its tokenizer (None: open_clip's own), where
+    open_clip reads both."""
     text = config["text_cfg"]
     if tokenizer is not None:
         # In a folder, open_clip takes the tokenizer beside its configuration.
@@ -442,7 +493,9 @@ def _write_source(folder: Path, config: dict[str, Any], tokenizer: PreTrainedTok
             end = tokenizer("a").input_ids[-1]
             if end not in tokenizer.all_special_ids and text.get("pool_type", "eos") == "eos":
                 problem = "the tokenizer puts no end token behind a text, where text_cfg.pool_type eos reads the vector"
-                raise DualencError(f"{problem}; give it a post-processor that does, or another pool_type")
+                raise DualencError(
+                    f"{problem}; give it a post-processor that does, or another pool_type"
+                )
             text.setdefault("pad_id", tokenizer.pad_token_id)
             text.setdefault("pool_type", "eos")
             text.setdefault("eos_id", end)

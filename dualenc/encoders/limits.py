@@ -27,7 +27,8 @@ ROOM = 64
 
 
 def check_sizes(settings: Any, where: StrPath, num_weights: int | None = None) -> None:
-    """Refuse a configuration with a size, at any depth, that would take minutes or all memory to build.
+    """Refuse a configuration with a size, at any depth, that would take minutes or all memory to
+    build.
 
     Args:
         settings: the JSON of the configuration.

@@ -10,22 +10,25 @@ import torch
 
 from dualenc.encoders import image, image_text
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Kind
-from dualenc.encoders.frozen import IndexEncoder
 from dualenc.encoders.hub import looks_like_path, model_folder
+from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorEncoder
 from dualenc.errors import DualencError, explain
-from dualenc.files import recover
-from dualenc.reading import read_json_object
+from dualenc.io.files import recover
+from dualenc.io.reading import read_json_object
 
 
-def load_model(path_or_name: str | os.PathLike[str], device: str | torch.device = "cpu") -> DualEncoder:
-    """Load a model in evaluation mode; code in its folder is never run, and only safetensors weights are read.
+def load_model(
+    path_or_name: str | os.PathLike[str], device: str | torch.device = "cpu"
+) -> DualEncoder:
+    """Load a model in evaluation mode; code in its folder is never run, and only safetensors
+    weights are read.
 
     Args:
-        path_or_name: a folder written by `DualEncoder.save`, or one of sentence-transformers, transformers,
-            open_clip or timm; a hub name; an open_clip name with the tag of its weights, "ViT-B-32/openai"; or a
-            timm name, "resnet18.a1_in1k".
+        path_or_name: a folder written by `DualEncoder.save`, or one of sentence-transformers,
+            transformers, open_clip or timm; a hub name; an open_clip name with the tag of its
+            weights, "ViT-B-32/openai"; or a timm name, "resnet18.a1_in1k".
         device: where to put it.
     """
     name = os.fspath(path_or_name)
@@ -43,7 +46,9 @@ def _load_registered(name: str) -> DualEncoder | None:
     architecture, _, tag = name.partition("/")
     if image_text.is_open_clip_name(architecture):
         if not tag:
-            raise DualencError(f"{name}: an architecture without weights; say which, as in {name}/openai")
+            raise DualencError(
+                f"{name}: an architecture without weights; say which, as in {name}/openai"
+            )
         return image_text.ImageTextEncoder(architecture, tag)
     if "/" not in name and ":" not in name and image.is_timm_name(name):
         return image.ImageEncoder(name, pretrained=True, projector_dim=None)
@@ -68,7 +73,9 @@ def folder_kind(folder: Path) -> Kind:
     if (folder / DUALENC_FILE).is_file():
         kind = read_json_object(folder / DUALENC_FILE).get("kind")
         if kind not in get_args(Kind):
-            raise DualencError(f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?")
+            raise DualencError(
+                f"{folder / DUALENC_FILE}: unknown kind {kind!r}; was it written by a later version?"
+            )
         return cast(Kind, kind)
     if (folder / "modules.json").is_file():
         return "query-document"

@@ -1,4 +1,5 @@
-"""LoRA by peft, for any tower: adapters of low rank in its layers, and their merging into the weights."""
+"""LoRA by peft, for any tower: adapters of low rank in its layers, and their merging into the
+weights."""
 
 from __future__ import annotations
 
@@ -22,13 +23,15 @@ CLIP_POOLING = "open_clip.modified_resnet.AttentionPool2d"
 def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-linear") -> None:
     """Freeze a module and add trainable adapters W + 2·BA in float32 to its layers, in place.
 
-    LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's adapters take part in
-    calls: the pooler of BERT, the output projection inside torch's attention, and the pooling of CLIP's ResNets.
+    LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's
+    adapters take part in calls: the pooler of BERT, the output projection inside torch's attention,
+    and the pooling of CLIP's ResNets.
 
     Args:
         module: a transformer, or a tower of open_clip.
         rank: rows of A and columns of B.
-        targets: "all-linear", a list of endings of layers' names, or a regular expression of whole names.
+        targets: "all-linear", a list of endings of layers' names, or a regular expression of whole
+            names.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -42,14 +45,18 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
         if is_attention and (targets == "all-linear" or name.endswith(endings)):
             present = [key for key in PROJECTIONS if getattr(layer, key, None) is not None]
             projections += [f"{name}.{key}" for key in present]
-        # Around attention as a whole, peft would add to its weights and subtract again in each pass, with rounding.
-        is_uncalled = isinstance(layer, NonDynamicallyQuantizableLinear) or name.endswith("pooler.dense")
+        # Around attention as a whole, peft would add to its weights and subtract again in each
+        # pass, with rounding.
+        is_uncalled = isinstance(layer, NonDynamicallyQuantizableLinear) or name.endswith(
+            "pooler.dense"
+        )
         if is_attention or is_uncalled:
             excluded.append(name)
         if f"{type(layer).__module__}.{type(layer).__name__}" == CLIP_POOLING:
             excluded += [f"{name}.{child}" for child, _ in layer.named_children()]
     with explain(
-        f"LoRA of rank {rank}, targets {targets}", "give endings of layers' names as a list, such as [query, value]"
+        f"LoRA of rank {rank}, targets {targets}",
+        "give endings of layers' names as a list, such as [query, value]",
     ):
         config = LoraConfig(
             r=rank,
@@ -80,14 +87,17 @@ def without_weights(module: Module) -> Module:
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """A copy with adapters, at any depth, merged, in float32 on the CPU; the module itself if it has none."""
+    """A copy with adapters, at any depth, merged, in float32 on the CPU; the module itself if it
+    has none."""
     if not any(hasattr(layer, "get_base_layer") for layer in module.modules()):
         return module
     # In place of the copies that would be made beside a tensor, on a GPU that may be full.
     copies: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         copied = tensor.detach().to("cpu", copy=True)
-        copies[id(tensor)] = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
+        copies[id(tensor)] = (
+            nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
+        )
     merged = copy.deepcopy(module, copies).float()
     # Adapters of several weights of a layer are nested: the innermost first.
     for name, layer in reversed(list(merged.named_modules())):

@@ -1,14 +1,19 @@
-"""Settings of a text folder as sentence-transformers before 5.4 wrote them: TEI, vLLM and Ollama read these alone."""
+"""Settings of a text folder as sentence-transformers before 5.4 wrote them: TEI, vLLM and Ollama
+read these alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from dualenc.files import write_json
-from dualenc.reading import read_json
+from dualenc.io.files import write_json
+from dualenc.io.reading import read_json
 
-FILES = {"Transformer": "sentence_bert_config.json", "Pooling": "config.json", "Dense": "config.json"}
+FILES = {
+    "Transformer": "sentence_bert_config.json",
+    "Pooling": "config.json",
+    "Dense": "config.json",
+}
 MODES = {
     **{"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "lasttoken": "lasttoken"},
     **{"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"},
@@ -19,10 +24,11 @@ NEWER = ("processing_kwargs", "query_length", "document_length")
 
 
 def write_older_layout(folder: Path, max_length: int) -> None:
-    """Rewrite the settings in a folder of `SentenceTransformer.save`, so that all its versions, and servers, read them.
+    """Rewrite the settings in a folder of `SentenceTransformer.save`, so that all its versions, and
+    servers, read them.
 
-    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several poolings, chat templates,
-    a length of each side.
+    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several
+    poolings, chat templates, a length of each side.
     """
     modules = read_json(folder / "modules.json")
     contents: dict[Path, Any] = {folder / "modules.json": modules}
@@ -43,7 +49,9 @@ def write_older_layout(folder: Path, max_length: int) -> None:
 def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dict[str, Any] | None:
     """A module's settings in their older form; None where there is none."""
     if kind == "Transformer":
-        is_newer = settings["modality_config"].keys() != {"text"} or any(settings.get(name) for name in NEWER)
+        is_newer = settings["modality_config"].keys() != {"text"} or any(
+            settings.get(name) for name in NEWER
+        )
         lower = settings.get("do_lower_case", False)
         return None if is_newer else {"max_seq_length": max_length, "do_lower_case": lower}
     if kind == "Pooling":
@@ -57,4 +65,6 @@ def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dic
     names = (settings["module_input_name"], settings["module_output_name"])
     if names != ("sentence_embedding", "sentence_embedding") or settings.get("use_residual"):
         return None
-    return {key: settings[key] for key in ("in_features", "out_features", "bias", "activation_function")}
+    return {
+        key: settings[key] for key in ("in_features", "out_features", "bias", "activation_function")
+    }

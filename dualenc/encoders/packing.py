@@ -1,7 +1,7 @@
 """Sequence packing: several short texts share a row, so that no compute is spent on padding.
 
-Short texts share rows under a mask. Long texts on a CPU stand in a single row, and attention goes through them one by
-one, so that the scores of a text stay in the processor's cache.
+Short texts share rows under a mask. Long texts on a CPU stand in a single row, and attention goes
+through them one by one, so that the scores of a text stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ONE_BY_ONE = "dualenc_one_by_one"
 
 
 def first_position(config: Any) -> int | None:
-    """The position of a text's first token in an architecture that takes several texts in a row; None for others."""
+    """The position of a text's first token in an architecture that takes several texts in a row;
+    None for others."""
     # With all layers' outputs, each would have to be unpacked.
     is_other = any(getattr(config, name, False) for name in ("is_decoder", "output_hidden_states"))
     if is_other or config._attn_implementation != "sdpa":
@@ -46,13 +47,15 @@ def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
     """Texts (n, T) in fewer rows; the inputs themselves where packing would save little.
 
     Args:
-        inputs: tokenized texts on the CPU: "attention_mask" and others (n, T), padded on either side.
+        inputs: tokenized texts on the CPU: "attention_mask" and others (n, T), padded on either
+            side.
         first: position of a text's first token, see `first_position`.
         one_by_one: attention may go through long texts one by one.
 
     Returns:
-        The inputs in R rows of L tokens, with "position_ids"; "place" (n, T), each token's index among the R·L; and
-        either "texts" (R, L), the text of each token, -1 for padding, or, of a single row, "lengths" (n,) of its texts.
+        The inputs in R rows of L tokens, with "position_ids"; "place" (n, T), each token's index
+        among the R·L; and either "texts" (R, L), the text of each token, -1 for padding, or, of a
+        single row, "lengths" (n,) of its texts.
     """
     mask = inputs["attention_mask"].bool()
     lengths: list[int] = mask.sum(dim=1).tolist()
@@ -89,7 +92,8 @@ def pack(inputs: Inputs, first: int, one_by_one: bool = False) -> Inputs:
 
 
 def token_positions(inputs: Inputs, first: int) -> Tensor:
-    """The position (n, T) of each token; RoBERTa and its kin give every padding token the position before the first."""
+    """The position (n, T) of each token; RoBERTa and its kin give every padding token the position
+    before the first."""
     counted = inputs["attention_mask"].bool()
     if first > 0:
         counted = counted & (inputs["input_ids"] != first - 1)
@@ -127,7 +131,8 @@ def run_packed(backbone: Any, inputs: Inputs) -> Tensor:
 
 @contextmanager
 def one_by_one_attention(config: Any) -> Iterator[None]:
-    """Have a transformer attend by `attend_one_by_one`, in a forward pass that is not repeated later."""
+    """Have a transformer attend by `attend_one_by_one`, in a forward pass that is not repeated
+    later."""
     # Takes seconds to import.
     from transformers import AttentionInterface
 
@@ -152,13 +157,16 @@ def attend_one_by_one(
     text_lengths: list[int],
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of texts one behind the other in a row, (1, heads, L, D) to (1, L, heads, D), for transformers."""
+    """Attention of texts one behind the other in a row, (1, heads, L, D) to (1, L, heads, D), for
+    transformers."""
     parts = [tensor.split(text_lengths, dim=2) for tensor in (query, key, value)]
     attended = [attend(q, k, v, dropout, scaling) for q, k, v in zip(*parts)]
     return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None
+) -> Tensor:
     """Scaled dot product attention, with a dropout that is cheap on a CPU."""
     if dropout == 0:
         return scaled_dot_product_attention(query, key, value, scale=scaling)

@@ -1,7 +1,8 @@
-"""Checks of a sentence-transformers folder before the library reads it: what could lead to code is refused.
+"""Checks of a sentence-transformers folder before the library reads it: what could lead to code is
+refused.
 
-sentence-transformers calls `torch.…` classes by the names in a folder, passes on arguments from it, and falls back to
-pickled weights.
+sentence-transformers calls `torch.…` classes by the names in a folder, passes on arguments from it,
+and falls back to pickled weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dualenc.encoders.limits import check_sizes
 from dualenc.encoders.tokenizer import check_vocabulary
 from dualenc.encoders.weights import check_floats, check_safetensors
 from dualenc.errors import DualencError, explain
-from dualenc.reading import read_json, read_json_object
+from dualenc.io.reading import read_json, read_json_object
 
 WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
 IN_ROUTERS = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS)
@@ -32,21 +33,27 @@ PURPOSES = {
 }
 """Files that say what a folder of sentence-transformers is for, and where."""
 OTHER_PURPOSE = re.compile("CrossEncoder|sequence-classification")
-OTHER_HEAD = re.compile(r"\w+For((Sequence|Token)Classification|QuestionAnswering|MultipleChoice)\b")
+OTHER_HEAD = re.compile(
+    r"\w+For((Sequence|Token)Classification|QuestionAnswering|MultipleChoice)\b"
+)
 """Architectures of transformers whose head gives scores or labels."""
 TABLES = ("embedding.weight", "embeddings")
 """Names of a table of token vectors, by sentence-transformers and by model2vec."""
 
 
 def check_sentence_folder(folder: Path) -> list[Path]:
-    """Refuse a folder of sentence-transformers or transformers that names code, other models, or lacks safetensors.
+    """Refuse a folder of sentence-transformers or transformers that names code, other models, or
+    lacks safetensors.
 
     Returns the folders of its transformers.
     """
-    # All files, wherever they lie: transformers looks at the top level, too, and one config.json may name another.
+    # All files, wherever they lie: transformers looks at the top level, too, and one config.json
+    # may name another.
     for path in sorted(folder.rglob("*config*.json")):
         if path.name == "adapter_config.json":
-            raise DualencError(f"{path}: adapters of another model; merge them into it and save that")
+            raise DualencError(
+                f"{path}: adapters of another model; merge them into it and save that"
+            )
         settings = read_json(path)
         check_settings(settings, str(path))
         if path.name in WITH_SIZES:
@@ -54,7 +61,9 @@ def check_sentence_folder(folder: Path) -> list[Path]:
     _check_purpose(folder)
     if (folder / "modules.json").is_file():
         with explain(f"{folder / 'modules.json'}: is no list of modules", "restore the file"):
-            entries = [(entry["path"], entry["type"]) for entry in read_json(folder / "modules.json")]
+            entries = [
+                (entry["path"], entry["type"]) for entry in read_json(folder / "modules.json")
+            ]
             modules = list(_modules(folder, entries, MODULES))
     else:
         modules = [("Transformer", folder)]
@@ -86,7 +95,8 @@ def _check_purpose(folder: Path) -> None:
 
 
 def check_settings(settings: Any, where: str) -> None:
-    """Refuse settings, at any depth, by which transformers or sentence-transformers would run foreign code."""
+    """Refuse settings, at any depth, by which transformers or sentence-transformers would run
+    foreign code."""
     for key, value in _entries(settings):
         methods = {method for name, method in _entries(value) if name == "method"}
         # In transformers' configurations an activation is a plain word such as gelu.
@@ -104,8 +114,11 @@ def check_settings(settings: Any, where: str) -> None:
         raise DualencError(f"{where}: {key} {str(value)[:80]!r} {problem}; leave it out")
 
 
-def _modules(folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, ...]) -> Iterator[tuple[str, Path]]:
-    """Kind and folder of modules, and of those inside Routers; other kinds, and folders elsewhere, are refused."""
+def _modules(
+    folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, ...]
+) -> Iterator[tuple[str, Path]]:
+    """Kind and folder of modules, and of those inside Routers; other kinds, and folders elsewhere,
+    are refused."""
     for path, full_name in entries:
         package, _, kind = full_name.rpartition(".")
         if kind not in allowed or package.partition(".")[0] != "sentence_transformers":
@@ -114,7 +127,9 @@ def _modules(folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, .
             )
         place = folder / path
         if not place.resolve().is_relative_to(folder.resolve()):
-            raise DualencError(f"{folder}: {path[:80]!r} is no path in the folder; restore modules.json")
+            raise DualencError(
+                f"{folder}: {path[:80]!r} is no path in the folder; restore modules.json"
+            )
         yield kind, place
         if kind not in IN_ROUTERS:
             settings = place / "router_config.json"

@@ -1,4 +1,5 @@
-"""What text towers use of the inside of sentence-transformers 6: loading, the modules of a side, inputs, saving."""
+"""What text towers use of the inside of sentence-transformers 6: loading, the modules of a side,
+inputs, saving."""
 
 from __future__ import annotations
 
@@ -53,34 +54,46 @@ def open_sides(
     shared: bool | None,
     dtype: torch.dtype,
 ) -> tuple[SentenceTransformer, SentenceTransformer]:
-    """The models of queries and of documents by the arguments of `TextEncoder`: one and the same, or one each."""
+    """The models of queries and of documents by the arguments of `TextEncoder`: one and the same,
+    or one each."""
     if name is not None and config is None and tokenizer is None:
         queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name.to(dtype)
         if queries.similarity_fn_name not in (None, "cosine"):
             kind = queries.similarity_fn_name
-            logger.warning("the model was trained for %s scores; here, and where it is saved, cosines compare", kind)
+            logger.warning(
+                "the model was trained for %s scores; here, and where it is saved, cosines compare",
+                kind,
+            )
         documents = copy.deepcopy(queries) if shared is False else queries
     elif name is None and config is not None and tokenizer is not None:
         own = load_tokenizer(tokenizer)
         queries = new_model(config, own, dtype)
         documents = new_model(config, own, dtype) if shared is False else queries
     else:
-        raise DualencError("give the name of a base model, or config and tokenizer to start from scratch")
+        raise DualencError(
+            "give the name of a base model, or config and tokenizer to start from scratch"
+        )
     for module in (*side_modules(queries, "query"), *side_modules(queries, "document")):
         if not isinstance(module, Transformer):
             module.float()  # a Dense is trained in full, and gets vectors in float32
     has_router = any(isinstance(module, Router) for module in queries)
     if has_router and shared:
-        raise DualencError(f"{name}: its sides are separate, so shared cannot be true; leave it out")
+        raise DualencError(
+            f"{name}: its sides are separate, so shared cannot be true; leave it out"
+        )
     if has_router:
         return queries, queries
     return queries, documents
 
 
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
-    """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles are not read."""
+    """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles
+    are not read."""
     places = check_sentence_folder(folder)
-    with quiet_loading(), explain(f"{folder}: does not load", "restore it, or choose another model"):
+    with (
+        quiet_loading(),
+        explain(f"{folder}: does not load", "restore it, or choose another model"),
+    ):
         missing = [_missing_weights(place, AutoModel) for place in places]
         model = SentenceTransformer(
             str(folder),
@@ -102,7 +115,8 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
 
 
 def _missing_weights(place: Path, model_class: Any) -> list[str]:
-    """The weights that a transformer's folder lacks; raises for shapes other than config.json says."""
+    """The weights that a transformer's folder lacks; raises for shapes other than config.json
+    says."""
     # On the meta device names and shapes alone are read, before config.json allocates anything.
     model, report = model_class.from_pretrained(
         place,
@@ -126,8 +140,11 @@ def _missing_weights(place: Path, model_class: Any) -> list[str]:
     return missing
 
 
-def new_model(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> SentenceTransformer:
-    """A transformer with random weights by a configuration's fields, for the vocabulary of a tokenizer."""
+def new_model(
+    config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> SentenceTransformer:
+    """A transformer with random weights by a configuration's fields, for the vocabulary of a
+    tokenizer."""
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}
     if fields["vocab_size"] < len(tokenizer):
@@ -153,7 +170,8 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
 
 
 def side_prompt(model: SentenceTransformer, role: str) -> str:
-    """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs to a side."""
+    """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs
+    to a side."""
     default = model.default_prompt_name or ""
     names = PROMPT_NAMES[role] if is_of_a_side(default) else (*PROMPT_NAMES[role], default)
     return next((prompt for name in names if (prompt := model.prompts.get(name))), "")
@@ -177,7 +195,9 @@ def set_up(
     modules = list(model.modules())
     reads_layers = any(isinstance(module, WeightedLayerPooling) for module in modules)
     if pooling is not None and not any(isinstance(module, Pooling) for module in modules):
-        raise DualencError(f"pooling is {pooling!r}, but the model has no Pooling module; leave it out")
+        raise DualencError(
+            f"pooling is {pooling!r}, but the model has no Pooling module; leave it out"
+        )
     for module in modules:
         if isinstance(module, Pooling) and pooling is not None:
             modes = [pooling] if isinstance(pooling, str) else pooling
@@ -195,12 +215,15 @@ def set_up(
 
 
 def _set_up_transformer(module: Any, max_length: int | None) -> None:
-    """Cut texts to `max_length`, or to what model and folder allow, pad behind them, and freeze BERT's own pooler."""
+    """Cut texts to `max_length`, or to what model and folder allow, pad behind them, and freeze
+    BERT's own pooler."""
     positions = getattr(module.config, "max_position_embeddings", None)
     for name, part in module.model.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
             # RoBERTa counts positions from the padding index on.
-            positions = part.num_embeddings - (0 if part.padding_idx is None else part.padding_idx + 1)
+            positions = part.num_embeddings - (
+                0 if part.padding_idx is None else part.padding_idx + 1
+            )
         elif name == "pooler":
             part.requires_grad_(False)  # no output depends on it
     requested = max_length or module.max_seq_length or NO_LIMIT
@@ -215,7 +238,8 @@ def _set_up_transformer(module: Any, max_length: int | None) -> None:
 
 
 def _make_savable(module: Any, reads_layers: bool) -> None:
-    """Leave out settings that transformers does not save, none of vectors, and save do_lower_case."""
+    """Leave out settings that transformers does not save, none of vectors, and save
+    do_lower_case."""
     config = module.config
     config.output_attentions = False
     config.output_hidden_states = reads_layers
@@ -258,19 +282,24 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
     """Write a folder for `SentenceTransformer`, with adapters merged and a last Normalize.
 
     Args:
-        sides: the modules of "query" and "document", which a Router tells apart; or of one of them, for all texts.
+        sides: the modules of "query" and "document", which a Router tells apart; or of one of them,
+            for all texts.
         folder: an empty one.
         settings: prompts, default_prompt_name and truncate_dim of the model.
     """
     # By identity: a Router stores what both sides share once.
-    trained = nn.ModuleList(dict.fromkeys(module for modules in sides.values() for module in modules))
+    trained = nn.ModuleList(
+        dict.fromkeys(module for modules in sides.values() for module in modules)
+    )
     transformers = [module for module in trained if isinstance(module, Transformer)]
     for module in transformers:
         forget_last_call(module.tokenizer)
     saved: dict[int, Any] = dict(zip(map(id, trained), merge_adapters(trained).children()))
     for module in transformers:
         saved[id(module)].to(module.model.dtype)
-    routes = {role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()}
+    routes = {
+        role: [saved[id(m)] for m in modules] + [Normalize()] for role, modules in sides.items()
+    }
     only = next(iter(routes.values()))
     modules = only if len(routes) == 1 else [Router(routes, default_route="document")]
     with quiet_loading():

@@ -1,4 +1,5 @@
-"""Query-document encoders without a transformer: the vector of a text is the mean of the vectors of its tokens."""
+"""Query-document encoders without a transformer: the vector of a text is the mean of the vectors of
+its tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class StaticEncoder(TextEncoder):
-    """Queries and documents by a table of token vectors: sentence-transformers' `StaticEmbedding`, trained from here.
+    """Queries and documents by a table of token vectors: sentence-transformers' `StaticEmbedding`,
+    trained from here.
 
-    It begins as the word embeddings of a transformer, or at random. A table that is saved already, and those of
-    model2vec, open as `TextEncoder(path)`.
+    It begins as the word embeddings of a transformer, or at random. A table that is saved already,
+    and those of model2vec, open as `TextEncoder(path)`.
 
         StaticEncoder("sentence-transformers/all-MiniLM-L6-v2")
         StaticEncoder(tokenizer="google-bert/bert-base-uncased", dim=256)
@@ -56,13 +58,17 @@ class StaticEncoder(TextEncoder):
             own = load_tokenizer(tokenizer)
             table = torch.randn(len(own), dim or 256)
         else:
-            raise DualencError("give either words, or the tokenizer of a random table, whose size is dim")
+            raise DualencError(
+                "give either words, or the tokenizer of a random table, whose size is dim"
+            )
         with explain("the tokenizer cannot make a static encoder", "take a fast one"):
             static = StaticEmbedding(cast(Any, own), embedding_weights=table)
         # Of the transformer, whose positions are limited.
         static.tokenizer.no_truncation()
         model = SentenceTransformer(modules=[static, Normalize()], device="cpu")
-        super().__init__(model, max_length=max_length, query_prompt=query_prompt, document_prompt=document_prompt)
+        super().__init__(
+            model, max_length=max_length, query_prompt=query_prompt, document_prompt=document_prompt
+        )
         if words is not None:
             self.base = base_metadata(words)
 
@@ -77,5 +83,7 @@ def _read_words(name: str) -> tuple[PreTrainedTokenizerBase, Tensor]:
     embeddings: Any = module.model.get_input_embeddings()
     tokenizer = load_tokenizer(module.tokenizer)
     if len(tokenizer) > len(embeddings.weight):
-        raise DualencError(f"{name}: has {len(tokenizer)} tokens, but {len(embeddings.weight)} vectors")
+        raise DualencError(
+            f"{name}: has {len(tokenizer)} tokens, but {len(embeddings.weight)} vectors"
+        )
     return tokenizer, embeddings.weight.detach().float()

@@ -36,22 +36,26 @@ class TextEncoder(DualEncoder):
     """Queries and documents through a `SentenceTransformer`: shared weights, or one set per side.
 
     Args:
-        name: base model: a sentence-transformers or transformers folder, a hub name, or the model itself. None: from
-            scratch.
+        name: base model: a sentence-transformers or transformers folder, a hub name, or the model
+            itself. None: from scratch.
         config: from scratch only: a transformers configuration as a dict with `model_type`.
         tokenizer: from scratch only: folder, hub name or object.
-        pooling: "mean", "cls", "last" or another mode of sentence-transformers, or several; None: the base model's,
-            otherwise "last" for language models and "mean" for others.
+        pooling: "mean", "cls", "last" or another mode of sentence-transformers, or several; None:
+            the base model's, otherwise "last" for language models and "mean" for others.
         query_prompt: put before every query; None: the base model's, otherwise nothing.
         document_prompt: put before every document; likewise.
-        truncate_dim: use only so many of the first components of the vectors; None: as the base model, otherwise all.
+        truncate_dim: use only so many of the first components of the vectors; None: as the base
+            model, otherwise all.
         max_length: longest input in tokens; None: the base model's, otherwise all its positions.
         shared: one transformer for both sides, or two; None: as the base model, otherwise one.
-        lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains the weights.
-        lora_targets: "all-linear", a list of endings of the names of layers, or a regular expression of whole names.
+        lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains
+            the weights.
+        lora_targets: "all-linear", a list of endings of the names of layers, or a regular
+            expression of whole names.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-        dtype: of the weights that adapters leave as they are; adapters are always in float32. "bfloat16" halves the
-            memory of a large language model, and needs adapters: small updates would round to nothing.
+        dtype: of the weights that adapters leave as they are; adapters are always in float32.
+            "bfloat16" halves the memory of a large language model, and needs adapters: small
+            updates would round to nothing.
     """
 
     left: TextTower
@@ -80,7 +84,9 @@ class TextEncoder(DualEncoder):
             raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
         towers = []
         with explain("no encoder of texts", "correct its arguments, or choose another model"):
-            models = sentence_model.open_sides(name, config, tokenizer, shared, getattr(torch, dtype))
+            models = sentence_model.open_sides(
+                name, config, tokenizer, shared, getattr(torch, dtype)
+            )
             for model in dict.fromkeys(models):
                 where = name if isinstance(name, str) else "the model"
                 sentence_model.check_vocabulary_sizes(model, where)
@@ -101,7 +107,8 @@ class TextEncoder(DualEncoder):
             self.base = base_metadata(name)
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
-        """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind the model's own."""
+        """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind
+        the model's own."""
         for name, pair in prompts.items():
             for role, tower, prompt in zip(ROLES, (self.left, self.right), pair):
                 self.prompts[f"{name}_{role}"] = tower.prepare.prompt + prompt
@@ -113,7 +120,8 @@ class TextEncoder(DualEncoder):
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a sentence-transformers folder, with a Router where the sides have different weights."""
+        """Write a sentence-transformers folder, with a Router where the sides have different
+        weights."""
         from dualenc.encoders.sentence_model import PROMPT_NAMES, is_of_a_side, save_model
 
         sides = {role: tower.parts for role, tower in zip(ROLES, (self.left, self.right))}
@@ -121,7 +129,12 @@ class TextEncoder(DualEncoder):
             del sides["document"]
         own = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
         # A side without a prompt would get one of another name when the folder is loaded.
-        empty = {name: "" for role in ROLES for name in PROMPT_NAMES[role] if name in self.prompts and not own[role]}
+        empty = {
+            name: ""
+            for role in ROLES
+            for name in PROMPT_NAMES[role]
+            if name in self.prompts and not own[role]
+        }
         settings: dict[str, Any] = {"truncate_dim": self.left.truncate_dim}
         # Likewise the default one.
         if all(own.values()) or is_of_a_side(self.default_prompt):
@@ -130,7 +143,8 @@ class TextEncoder(DualEncoder):
 
 
 class TextPrepare(Prepare):
-    """Add the side's prompt, tokenize, truncate to `max_length` tokens, pad behind to the longest of the batch.
+    """Add the side's prompt, tokenize, truncate to `max_length` tokens, pad behind to the longest
+    of the batch.
 
     Args:
         parts: the modules of a tower, of which the first makes the tokens.
@@ -165,7 +179,10 @@ class TextPrepare(Prepare):
         texts = list(items)
         cache = self.token_cache
         tokens = self._tokenize(texts) if cache is None else cache.tokenize(texts, self._tokenize)
-        inputs = {name: self._stack(name, [torch.from_numpy(text[name]) for text in tokens]) for name in tokens[0]}
+        inputs = {
+            name: self._stack(name, [torch.from_numpy(text[name]) for text in tokens])
+            for name in tokens[0]
+        }
         ones = [torch.ones(len(text["input_ids"])) for text in tokens]
         inputs["attention_mask"] = self._stack("attention_mask", ones)
         return inputs
@@ -179,11 +196,14 @@ class TextPrepare(Prepare):
         return "offsets" in self._preprocess([""])
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
-        """Several batches of texts as one, padded to the longest; None where pooling leaves out the side's prompt."""
+        """Several batches of texts as one, padded to the longest; None where pooling leaves out the
+        side's prompt."""
         if self.prompt_length is not None:
             return None
         names = parts[0] if parts else ()
-        return {name: self._stack(name, [row for part in parts for row in part[name]]) for name in names}
+        return {
+            name: self._stack(name, [row for part in parts for row in part[name]]) for name in names
+        }
 
     def _stack(self, name: str, rows: list[Tensor]) -> Tensor:
         """Rows of tokens (T,) as (n, longest T) int64, padded behind."""
@@ -191,31 +211,37 @@ class TextPrepare(Prepare):
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
         if torch.utils.data.get_worker_info() is not None:
-            # Workers are parallel already; this also spares tokenizers' warning about forked threads.
+            # Workers are parallel already; this also spares tokenizers' warning about forked
+            # threads.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         with explain("the tokenizer fails on a text", "restore tokenizer.json"):
             features = self._preprocess(texts)
         names = [name for name in self._padding if name in features]
         arrays = {name: features[name].numpy().astype(np.int32) for name in names}
         if "offsets" in features:  # the texts of a StaticEmbedding are in one row
-            return [{"input_ids": row} for row in np.split(arrays["input_ids"], features["offsets"][1:])]
+            return [
+                {"input_ids": row} for row in np.split(arrays["input_ids"], features["offsets"][1:])
+            ]
         masks = enumerate(features["attention_mask"].numpy().astype(bool))
         return [{name: arrays[name][number][mask] for name in names} for number, mask in masks]
 
 
 class TextTower(Tower):
-    """The modules of a sentence-transformers model for one side; their vectors are cut and normalised.
+    """The modules of a sentence-transformers model for one side; their vectors are cut and
+    normalised.
 
     Args:
-        parts: a Transformer or StaticEmbedding, then Pooling, Dense and others. A last Normalize is left out, since the
-            tower itself normalises.
+        parts: a Transformer or StaticEmbedding, then Pooling, Dense and others. A last Normalize is
+            left out, since the tower itself normalises.
         prepare: makes token ids for the first of them.
         truncate_dim: use only so many of the first components of the vectors; None: all.
     """
 
     modality = "text"
 
-    def __init__(self, parts: list[Any], prepare: TextPrepare, truncate_dim: int | None = None) -> None:
+    def __init__(
+        self, parts: list[Any], prepare: TextPrepare, truncate_dim: int | None = None
+    ) -> None:
         super().__init__()
         has_last = type(parts[-1]).__name__ == "Normalize"
         self.parts = parts[:-1] if has_last else parts
@@ -235,7 +261,8 @@ class TextTower(Tower):
         self.dim = self.feature_dim = truncate_dim or dim
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm float32."""
+        """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm
+        float32."""
         return unit_norm(self._embed(inputs)[:, : self.dim])
 
     def _embed(self, inputs: Inputs) -> Tensor:
@@ -247,7 +274,10 @@ class TextTower(Tower):
             ids = inputs["input_ids"][mask.bool()]
             features = self.backbone({"input_ids": ids, "offsets": lengths.cumsum(0) - lengths})
         elif "place" in inputs:
-            features = {"token_embeddings": run_packed(self.backbone, inputs), "attention_mask": mask}
+            features = {
+                "token_embeddings": run_packed(self.backbone, inputs),
+                "attention_mask": mask,
+            }
         else:
             features = self.parts[0](dict(inputs))
         for name in ("token_embeddings", "sentence_embedding"):
@@ -264,5 +294,7 @@ class TextTower(Tower):
         if first is None:
             return inputs
         # Gradient checkpointing repeats layers, by then with the usual attention.
-        repeats = any(getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules())
+        repeats = any(
+            getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules()
+        )
         return pack(inputs, first, one_by_one and not repeats)

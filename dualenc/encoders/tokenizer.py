@@ -17,8 +17,8 @@ from tokenizers.normalizers import Sequence as Normalizers
 from tokenizers.pre_tokenizers import BertPreTokenizer, ByteLevel, Sequence
 from tokenizers.processors import BertProcessing
 
-from dualenc.arguments import check_several
 from dualenc.errors import DualencError, explain
+from dualenc.types import check_several
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,9 @@ class TokenCache:
         self.tokens_left = max_tokens
         self._tokens: dict[bytes, Tokens] = {}
 
-    def tokenize(self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]) -> list[Tokens]:
+    def tokenize(
+        self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]
+    ) -> list[Tokens]:
         """The tokens of each text, those of new texts by `tokenize`."""
         # Texts would take more memory than their digests and tokens.
         keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
@@ -66,9 +68,11 @@ class TokenCache:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int = 512, min_frequency: int = 2
 ) -> PreTrainedTokenizerBase:
-    """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909; Radford et al. 2019).
+    """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909;
+    Radford et al. 2019).
 
-    A word has the same tokens behind a space and behind a dot, accents stay, and no text has unknown tokens.
+    A word has the same tokens behind a space and behind a dot, accents stay, and no text has
+    unknown tokens.
 
     Args:
         texts: read once; equal texts in equal order give an equal tokenizer.
@@ -80,7 +84,9 @@ def train_tokenizer(
 
     check_several("texts", texts)
     if vocab_size < MIN_VOCABULARY:
-        raise DualencError(f"vocab_size is {vocab_size}: give {MIN_VOCABULARY} or more, for all bytes")
+        raise DualencError(
+            f"vocab_size is {vocab_size}: give {MIN_VOCABULARY} or more, for all bytes"
+        )
     remaining = iter(texts)
     first = next((text for text in remaining if text.strip()), None)
     if first is None:
@@ -101,10 +107,14 @@ def train_tokenizer(
     ends = [(token, bpe.token_to_id(token)) for token in ("[SEP]", "[CLS]")]
     bpe.post_processor = BertProcessing(*ends)
     inner = Tokenizer.from_str(bpe.to_str())
-    return PreTrainedTokenizerFast(tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, model_max_length=max_length, **SPECIAL_TOKENS
+    )
 
 
-def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    source: str | os.PathLike[str] | PreTrainedTokenizerBase,
+) -> PreTrainedTokenizerBase:
     """A tokenizer of our own, from a folder, hub name or object, that pads behind texts."""
     tokenizer: PreTrainedTokenizerBase
     if isinstance(source, (str, os.PathLike)):
@@ -112,7 +122,9 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
 
         if os.path.isdir(source):
             check_vocabulary(Path(source))
-        with explain(f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"):
+        with explain(
+            f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"
+        ):
             tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     else:
         tokenizer = copy.deepcopy(source)
@@ -121,10 +133,13 @@ def load_tokenizer(source: str | os.PathLike[str] | PreTrainedTokenizerBase) -> 
 
 
 def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have a tokenizer pad behind texts, where padding moves no positions, by its end token if it has no other."""
+    """Have a tokenizer pad behind texts, where padding moves no positions, by its end token if it
+    has no other."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
-        raise DualencError(f"tokenizer {tokenizer.name_or_path} has no padding token: set its pad_token")
+        raise DualencError(
+            f"tokenizer {tokenizer.name_or_path} has no padding token: set its pad_token"
+        )
     # Some classes default to the left, unless a saved folder says otherwise.
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
 
@@ -132,11 +147,14 @@ def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
 def check_vocabulary(folder: Path) -> None:
     """Refuse a folder without a vocabulary, of which transformers would make an empty tokenizer."""
     if not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
-        raise DualencError(f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json")
+        raise DualencError(
+            f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json"
+        )
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Remove the padding and truncation that a tokenizer's last call left in it, before it is saved."""
+    """Remove the padding and truncation that a tokenizer's last call left in it, before it is
+    saved."""
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()

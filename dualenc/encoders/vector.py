@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.weights import load_weights, save_weights
 from dualenc.errors import DualencError, explain
-from dualenc.files import write_json
-from dualenc.reading import read_json_object
+from dualenc.io.files import write_json
+from dualenc.io.reading import read_json_object
 from dualenc.types import Inputs
 
 WEIGHTS_FILE = "model.safetensors"
@@ -29,20 +29,24 @@ TowerKind = Literal["linear", "mlp", "identity", "dense"]
 class VectorEncoder(DualEncoder):
     """Adapters over vectors, such as those of an API or of a large model that stays as it is.
 
-    Each tower scales its vectors to length one, maps them, and scales the result to length one. Where input and output
-    have the same size, an untrained model gives the similarities of the vectors as they came.
+    Each tower scales its vectors to length one, maps them, and scales the result to length one.
+    Where input and output have the same size, an untrained model gives the similarities of the
+    vectors as they came.
 
     Args:
         input_dim: size of the left vectors; recipes fill it in.
-        tower: "linear": a matrix and a bias; "mlp": the same vectors plus a perceptron of one hidden layer on them
-            (a matrix instead where the sizes differ); "dense": likewise, without a LayerNorm before the perceptron, so
-            that sentence-transformers has modules for it; "identity": the vectors as they are.
+        tower: "linear": a matrix and a bias; "mlp": the same vectors plus a perceptron of one
+            hidden layer on them (a matrix instead where the sizes differ); "dense": likewise,
+            without a LayerNorm before the perceptron, so that sentence-transformers has modules for
+            it; "identity": the vectors as they are.
         dim: D, size of the embeddings; by default that of the right vectors.
         hidden: width of the perceptron; by default twice the size of the larger input.
-        right_tower: kind of the right tower; by default as the left one. With "identity" only queries are adapted, and
-            an index of the documents stays valid.
-        right_input_dim: size of the right vectors; by default that of the left ones; recipes fill it in.
-        shared: whether both towers are the same weights; by default where both are of one kind and size.
+        right_tower: kind of the right tower; by default as the left one. With "identity" only
+            queries are adapted, and an index of the documents stays valid.
+        right_input_dim: size of the right vectors; by default that of the left ones; recipes fill
+            it in.
+        shared: whether both towers are the same weights; by default where both are of one kind and
+            size.
     """
 
     left: VectorTower
@@ -60,7 +64,9 @@ class VectorEncoder(DualEncoder):
         shared: bool | None = None,
     ) -> None:
         if input_dim is None:  # what recipes fill in of texts and images
-            raise DualencError("the data holds no vectors to adapt; give embeddings, or choose another model")
+            raise DualencError(
+                "the data holds no vectors to adapt; give embeddings, or choose another model"
+            )
         right_tower = right_tower or tower
         right_input_dim = input_dim if right_input_dim is None else right_input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
@@ -72,7 +78,11 @@ class VectorEncoder(DualEncoder):
         dim = right_input_dim if dim is None else dim
         hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
         left = VectorTower(tower, input_dim, dim, hidden)
-        right = left if alike and shared is not False else VectorTower(right_tower, right_input_dim, dim, hidden)
+        right = (
+            left
+            if alike and shared is not False
+            else VectorTower(right_tower, right_input_dim, dim, hidden)
+        )
         super().__init__(left, right, kind="vector")
 
     @classmethod
@@ -101,7 +111,9 @@ class VectorEncoder(DualEncoder):
         write_adapters(self.left, right, self.state_dict(), folder)
 
 
-def write_adapters(left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path) -> None:
+def write_adapters(
+    left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path
+) -> None:
     """Write a folder for `VectorEncoder.from_folder`; a right tower of None is the left one."""
     right_config = None if right is None else right.config
     config = {"kind": "vector", "dim": left.dim, "left": left.config, "right": right_config}
@@ -110,7 +122,8 @@ def write_adapters(left: VectorTower, right: VectorTower | None, weights: dict[s
 
 
 class VectorTower(Tower):
-    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of "mlp" and "dense"."""
+    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of
+    "mlp" and "dense"."""
 
     modality = "vector"
 
@@ -123,7 +136,9 @@ class VectorTower(Tower):
         if kind not in get_args(TowerKind):
             raise DualencError(f"tower is {kind!r}; choose one of {', '.join(get_args(TowerKind))}")
         if kind == "identity" and input_dim != dim:
-            raise DualencError(f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}")
+            raise DualencError(
+                f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}"
+            )
         self.config = {"tower": kind, "input_dim": input_dim, "hidden": hidden}
         self.dim = self.feature_dim = dim
         self.prepare: VectorPrepare = VectorPrepare(input_dim)
@@ -140,9 +155,11 @@ class VectorTower(Tower):
         return unit_norm(self.map(unit_norm(inputs["vector"])))
 
     def as_modules(self) -> list[nn.Module]:
-        """The map as modules of sentence-transformers: sentence embeddings (B, input_dim) to unit vectors (B, D).
+        """The map as modules of sentence-transformers: sentence embeddings (B, input_dim) to unit
+        vectors (B, D).
 
-        The weights are copies. Raises `DualencError` for "mlp", whose LayerNorm has no place among them.
+        The weights are copies. Raises `DualencError` for "mlp", whose LayerNorm has no place among
+        them.
         """
         from sentence_transformers.sentence_transformer.modules import Normalize
 
@@ -155,14 +172,17 @@ class VectorTower(Tower):
 
 
 class Residual(nn.Module):
-    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂ begins at zero.
+    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂
+    begins at zero.
 
     norm is a LayerNorm if `normed`, otherwise √d·x.
     """
 
     def __init__(self, input_dim: int, hidden: int, dim: int, normed: bool) -> None:
         super().__init__()
-        self.skip = nn.Identity() if input_dim == dim else _near_identity(input_dim, dim, bias=False)
+        self.skip = (
+            nn.Identity() if input_dim == dim else _near_identity(input_dim, dim, bias=False)
+        )
         self.scale = math.sqrt(input_dim)
         self.norm = nn.LayerNorm(input_dim) if normed else None
         self.up = nn.Linear(input_dim, hidden)
@@ -177,7 +197,8 @@ class Residual(nn.Module):
         return self.scale * self.skip(vectors) + change
 
     def as_dense(self) -> list[nn.Module]:
-        """Two Dense modules: gelu(z) − gelu(−z) = z, so the skip connection is 2·D more hidden units."""
+        """Two Dense modules: gelu(z) − gelu(−z) = z, so the skip connection is 2·D more hidden
+        units."""
         if self.norm is not None:
             raise DualencError(
                 "a tower of kind mlp cannot be written as sentence-transformers modules; train one of kind dense"
@@ -195,7 +216,8 @@ class Residual(nn.Module):
 
 
 def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
-    """A Dense module of sentence-transformers with copies of a weight (D, input_dim) and a bias (D,)."""
+    """A Dense module of sentence-transformers with copies of a weight (D, input_dim) and a bias
+    (D,)."""
     from sentence_transformers.sentence_transformer.modules import Dense
 
     dim, input_dim = weight.shape
@@ -209,7 +231,8 @@ def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
 
 
 def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:
-    """A linear map that begins as the identity; between different sizes, with orthonormal rows or columns."""
+    """A linear map that begins as the identity; between different sizes, with orthonormal rows or
+    columns."""
     linear = nn.Linear(input_dim, dim, bias=bias)
     if input_dim == dim:
         nn.init.eye_(linear.weight)
@@ -233,7 +256,9 @@ class VectorPrepare(Prepare):
         for item in items:
             shape = getattr(item, "shape", None)
             if shape is None or len(shape) != 1:
-                raise DualencError(f"{str(item)[:40]!r} is no vector; give arrays ({self.input_dim},)")
+                raise DualencError(
+                    f"{str(item)[:40]!r} is no vector; give arrays ({self.input_dim},)"
+                )
             if shape != (self.input_dim,):
                 raise DualencError(
                     f"a vector has dimension {shape[0]}, but this side of the model takes {self.input_dim}; embed "

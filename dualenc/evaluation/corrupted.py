@@ -1,4 +1,5 @@
-"""Corruption robustness: encoding of corrupted versions, retrieval of the other view, and the table."""
+"""Corruption robustness: encoding of corrupted versions, retrieval of the other view, and the
+table."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import BENCHMARK, SEVERITIES, CorruptedImages
 from dualenc.evaluation.probe import unit_rows
-from dualenc.reading import read_json_object
+from dualenc.io.reading import read_json_object
+from dualenc.io.terminal import printable
 from dualenc.seeds import derive_seed
-from dualenc.terminal import printable
 from dualenc.types import Inputs, Output, StrPath, Vectors
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ VERSIONS_PER_FORWARD = 256
 
 
 class SimCLRPrepare:
-    """SimCLR's augmentation at the size of a tower's input, before the tower's preprocessing; picklable."""
+    """SimCLR's augmentation at the size of a tower's input, before the tower's preprocessing;
+    picklable."""
 
     def __init__(self, prepare: PrepareImages) -> None:
         self.prepare = prepare
@@ -54,7 +56,8 @@ class SimCLRPrepare:
 
 
 def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
-    """A function from inputs of the tower to (B, D) float32 embeddings, or to the features that probes use."""
+    """A function from inputs of the tower to (B, D) float32 embeddings, or to the features that
+    probes use."""
     device = next(tower.parameters()).device
     forward = tower.features if output == "features" else tower
 
@@ -69,8 +72,8 @@ def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
 class ImageVersions(Dataset[Any]):
     """Row i is image i under C conditions, prepared for a tower.
 
-    With V `views` above 0, each version is augmented V times, by seeds of seed, image, condition and view; with 0 it is
-    prepared as in evaluation.
+    With V `views` above 0, each version is augmented V times, by seeds of seed, image, condition
+    and view; with 0 it is prepared as in evaluation.
     """
 
     def __init__(
@@ -94,7 +97,9 @@ class ImageVersions(Dataset[Any]):
     def __getitem__(self, index: int) -> tuple[int, Inputs | DualencError]:
         """The image's number, and inputs with first dimension V·C, or the error of a bad image."""
         try:
-            images = [self.source.image(index, name, severity) for name, severity in self.conditions]
+            images = [
+                self.source.image(index, name, severity) for name, severity in self.conditions
+            ]
         except DualencError as error:
             # Returned: an error raised in a worker arrives with the worker's traceback.
             return index, error
@@ -117,10 +122,11 @@ def measure_versions(
     num_workers: int = 0,
     what: str = "images",
 ) -> Vectors:
-    """(n, …) what `value_of` gives for the n readable images, from their numbers and the features of their versions.
+    """(n, …) what `value_of` gives for the n readable images, from their numbers and the features
+    of their versions.
 
-    About 256 versions are encoded at a time, in order; the same for any number of workers. Processes share the images.
-    Images that cannot be read are left out and named.
+    About 256 versions are encoded at a time, in order; the same for any number of workers.
+    Processes share the images. Images that cannot be read are left out and named.
 
     Args:
         versions, encode: what to encode, and inputs with first dimension B to (B, D).
@@ -152,7 +158,9 @@ def measure_versions(
                     readable[index] = row
             if readable:
                 parts = list(readable.values())
-                encoded = encode({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+                encoded = encode(
+                    {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+                )
                 values.append(value_of(list(readable), encoded.reshape(len(parts), *shape, -1)))
             bar.update(len(rows))
     blocks = [block for part in distributed.gather_objects(values) for block in part]
@@ -175,10 +183,12 @@ def nearest_versions(features: Vectors) -> Nearest:
     """Which version each view finds among the views of the other kind of its image, by cosine.
 
     Args:
-        features: (n, 2, K, D) first and second views of K versions of n images; scaled to unit norm here.
+        features: (n, 2, K, D) first and second views of K versions of n images; scaled to unit norm
+            here.
 
     Returns:
-        (n, 2, K) numbers of versions, found by first views among the second ones, and by second among first; −1 for a
+        (n, 2, K) numbers of versions, found by first views among the second ones, and by second
+        among first; −1 for a
         tie: an encoder that maps everything to one point finds nothing.
     """
     rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
@@ -192,10 +202,11 @@ def nearest_versions(features: Vectors) -> Nearest:
 
 
 def nearest_images(features: Vectors) -> Nearest:
-    """Which image each view finds among the views of the other kind of all images, by cosine; exact search by FAISS.
+    """Which image each view finds among the views of the other kind of all images, by cosine; exact
+    search by FAISS.
 
-    `features` are (N, 2, D) first and second views, scaled to unit norm here. Returns (N, 2) numbers of images, −1 for
-    a tie: as `nearest_versions`.
+    `features` are (N, 2, D) first and second views, scaled to unit norm here. Returns (N, 2)
+    numbers of images, −1 for a tie: as `nearest_versions`.
     """
     if len(features) < 2:
         raise DualencError("one image cannot be found among others; give two or more")
@@ -211,7 +222,8 @@ def nearest_images(features: Vectors) -> Nearest:
 def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
     """Top-1 accuracies: "top1", and "top1/NAME" of each version.
 
-    `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K versions.
+    `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K
+    versions.
     """
     own = np.arange(len(nearest))[:, None]
     if nearest.ndim == 3:
@@ -281,7 +293,8 @@ def _is_rate(value: object) -> bool:
 def robustness_rows(
     errors: Vectors, corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
-    """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last row of means."""
+    """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last
+    row of means."""
     rows: list[dict[str, str | float]] = []
     accuracies = np.concatenate([1 - errors, (1 - errors).mean(axis=0, keepdims=True)])
     for name, row in zip([*corruptions, "mean"], accuracies):

@@ -1,7 +1,9 @@
-"""Image corruptions (Hendrycks & Dietterich 2019), each a pure function of image, name, severity and seed.
+"""Image corruptions (Hendrycks & Dietterich 2019), each a pure function of image, name, severity
+and seed.
 
-The strengths are those of ImageNet-C, made for 224 px. CIFAR-C and Tiny-ImageNet-C were made with weaker ones for
-their smaller images: compare with published numbers on those files (`read_corrupted`), not on images corrupted here.
+The strengths are those of ImageNet-C, made for 224 px. CIFAR-C and Tiny-ImageNet-C were made with
+weaker ones for their smaller images: compare with published numbers on those files
+(`read_corrupted`), not on images corrupted here.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from dualenc.arguments import one_or_several
-from dualenc.data.images import is_image
-from dualenc.decoding import open_image
+from dualenc.data.readers.images import is_image
 from dualenc.errors import DualencError, nearest
-from dualenc.reading import open_regular
+from dualenc.io.decoding import open_image
+from dualenc.io.reading import open_regular
 from dualenc.seeds import derive_seed
-from dualenc.types import Integers, Items
+from dualenc.types import Integers, Items, one_or_several
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -38,7 +39,8 @@ SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 MIN_SIDE = 32
 CIFAR = ".npy"
 TINY_IMAGENET = "/1"
-"""What follows a corruption's name in the folder. A folder alone proves nothing: "snow" may be a class of images."""
+"""What follows a corruption's name in the folder. A folder alone proves nothing: "snow" may be a
+class of images."""
 
 # These two take a seed, and draw one from the operating system by default.
 _OWN_GENERATOR = ("impulse_noise", "glass_blur")
@@ -64,7 +66,9 @@ class CorruptedImages:
 class CleanImages(CorruptedImages):
     """Uncorrupted images as a `CorruptedImages`, the same under every corruption."""
 
-    def __init__(self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None):
+    def __init__(
+        self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None
+    ):
         self.images = images
         self.labels = labels
         self.class_names = class_names
@@ -97,14 +101,20 @@ class GeneratedCorruptions(CorruptedImages):
         # Decoded once for all its corruptions.
         if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.clean.image(index, "clean", 1)))
-        return Image.fromarray(corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed))
+        return Image.fromarray(
+            corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
+        )
 
 
-def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0) -> Pixels:
-    """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function of the arguments.
+def corrupt(
+    image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0
+) -> Pixels:
+    """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function
+    of the arguments.
 
-    The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator, from fresh ones of
-    scikit-image and numpy, and from numba's own. All are seeded here, and the global one restored afterwards.
+    The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator,
+    from fresh ones of scikit-image and numpy, and from numba's own. All are seeded here, and the
+    global one restored afterwards.
 
     Args:
         image, corruption: RGB pixels, and a name from `ALL`.
@@ -115,7 +125,9 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
     function = _function(corruption)
     if min(image.shape[:2]) < MIN_SIDE:
         height, width = image.shape[:2]
-        raise DualencError(f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first")
+        raise DualencError(
+            f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first"
+        )
     own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
     # Spatter without a drop, on small images, is 0/0.
@@ -132,7 +144,9 @@ def corrupt(image: Pixels, corruption: str, severity: int = 1, *, image_id: int 
 def _function(corruption: str) -> Callable[..., Any]:
     """The corruption of `imagecorruptions`."""
     if corruption not in ALL:
-        raise DualencError(f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}")
+        raise DualencError(
+            f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}"
+        )
     # An optional package, which imports numba.
     try:
         import imagecorruptions
@@ -143,17 +157,20 @@ def _function(corruption: str) -> Callable[..., Any]:
 
 
 def is_corrupted_folder(path: str | Path) -> bool:
-    """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a corruption."""
+    """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a
+    corruption."""
     return bool(_available(Path(path), CIFAR) or _available(Path(path), TINY_IMAGENET))
 
 
 def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
-    """Open a CIFAR-C or Tiny-ImageNet-C folder; `corruptions` are names to read, by default all in the folder."""
+    """Open a CIFAR-C or Tiny-ImageNet-C folder; `corruptions` are names to read, by default all in
+    the folder."""
     return (CifarC if _available(Path(path), CIFAR) else TinyImageNetC)(path, corruptions)
 
 
 class CifarC(CorruptedImages):
-    """CIFAR-10-C or CIFAR-100-C: `labels.npy`, and `<corruption>.npy` of (5N, 32, 32, 3) uint8, N per severity.
+    """CIFAR-10-C or CIFAR-100-C: `labels.npy`, and `<corruption>.npy` of (5N, 32, 32, 3) uint8, N
+    per severity.
 
     Pixels are memory-mapped; the object pickles to its paths.
     """
@@ -165,14 +182,22 @@ class CifarC(CorruptedImages):
         self.corruptions = _choose(self.path, CIFAR, corruptions)
         labels = _read_npy(self.path / "labels.npy").reshape(-1)
         num_images = len(labels) // len(SEVERITIES)
-        if num_images == 0 or not np.array_equal(labels, np.tile(labels[:num_images], len(SEVERITIES))):
+        if num_images == 0 or not np.array_equal(
+            labels, np.tile(labels[:num_images], len(SEVERITIES))
+        ):
             problem = f"{len(labels)} labels are no five equal blocks, one per severity"
             raise DualencError(f"{self.path}/labels.npy: {problem}; download the folder again")
         for name in self.corruptions:
             pixels = _read_npy(self.path / f"{name}.npy")
-            if pixels.ndim != 4 or pixels.shape[::3] != (len(labels), 3) or pixels.dtype != np.uint8:
+            if (
+                pixels.ndim != 4
+                or pixels.shape[::3] != (len(labels), 3)
+                or pixels.dtype != np.uint8
+            ):
                 problem = f"{pixels.dtype} of shape {pixels.shape}"
-                raise DualencError(f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs")
+                raise DualencError(
+                    f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs"
+                )
         self.labels = labels[:num_images].astype(np.int64)
 
     def __len__(self) -> int:
@@ -184,7 +209,8 @@ class CifarC(CorruptedImages):
 
 
 class TinyImageNetC(CorruptedImages):
-    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`, the same names in each."""
+    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`, the same
+    names in each."""
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -194,7 +220,9 @@ class TinyImageNetC(CorruptedImages):
         self.names = sorted(f"{file.parent.name}/{file.name}" for file in files)
         if not self.names:
             raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
-        classes, self.labels = np.unique([name.split("/")[0] for name in self.names], return_inverse=True)
+        classes, self.labels = np.unique(
+            [name.split("/")[0] for name in self.names], return_inverse=True
+        )
         self.class_names = classes.tolist()
 
     def __len__(self) -> int:
@@ -216,7 +244,9 @@ def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, .
     for name in chosen:
         if name not in available:
             listed = ", ".join(available) or "none; is it CIFAR-C or Tiny-ImageNet-C?"
-            raise DualencError(f"{folder}/{name}{suffix}: no such file or folder; there are {listed}")
+            raise DualencError(
+                f"{folder}/{name}{suffix}: no such file or folder; there are {listed}"
+            )
     return tuple(chosen)
 
 
@@ -229,5 +259,8 @@ def _read_npy(file: Path) -> npt.NDArray[Any]:
     except DualencError:
         raise
     except Exception as error:
-        # Of any type: a damaged header is evaluated as Python literals. numpy's own message names parser objects.
-        raise DualencError(f"{file}: not a whole .npy file ({type(error).__name__}); download it again") from None
+        # Of any type: a damaged header is evaluated as Python literals. numpy's own message names
+        # parser objects.
+        raise DualencError(
+            f"{file}: not a whole .npy file ({type(error).__name__}); download it again"
+        ) from None

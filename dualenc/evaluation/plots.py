@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dualenc.errors import DualencError
-from dualenc.terminal import printable
+from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,10 @@ def can_draw() -> bool:
 
 
 def lines(
-    series: Mapping[str, tuple[Sequence[float], Sequence[float]]], *, xlabel: str = "", ylabel: str = ""
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
 ) -> Figure:
     """Curves of (x, y) points by name.
 
@@ -43,14 +46,22 @@ def lines(
     axes.grid(axis="y", alpha=0.3)
     for number, (name, (x, y)) in enumerate(series.items()):
         marker = "o" if len(x) <= 30 else None
-        axes.plot(x, y, label=literal(name), color=COLOURS[number % len(COLOURS)], marker=marker, markersize=4)
+        axes.plot(
+            x,
+            y,
+            label=literal(name),
+            color=COLOURS[number % len(COLOURS)],
+            marker=marker,
+            markersize=4,
+        )
     if len(series) > 1:
         axes.legend(frameon=False)
     return figure
 
 
 def literal(text: str) -> str:
-    """An untrusted text as a label: without mathematics between dollars, and without control characters."""
+    """An untrusted text as a label: without mathematics between dollars, and without control
+    characters."""
     return printable(text).replace("$", r"\$")
 
 

@@ -17,7 +17,7 @@ from sklearn.preprocessing import StandardScaler
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.search.exact import exact_search
+from dualenc.search.exact_search import exact_search
 from dualenc.types import Integers, Vectors
 
 L2_SWEEP: tuple[float, ...] = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -28,7 +28,8 @@ MAX_ITERATIONS = 500
 
 
 def unit_rows(features: Vectors, what: str = "features") -> Vectors:
-    """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero. Errors call them `what`."""
+    """Rows (N, D) scaled to unit norm, as contiguous float32; a zero row stays zero. Errors call
+    them `what`."""
     rows = np.ascontiguousarray(features, dtype=np.float32)
     norms = np.linalg.norm(rows, axis=1, keepdims=True)
     if not np.isfinite(norms).all():
@@ -46,20 +47,24 @@ def knn_predict(
     temperature: float = 0.07,
     device: str | torch.device = "cpu",
 ) -> Integers:
-    """Class (A,) of each test vector by a vote of its k nearest training vectors (Wu et al. 2018, §3.4).
+    """Class (A,) of each test vector by a vote of its k nearest training vectors (Wu et al. 2018,
+    §3.4).
 
     A neighbour at cosine s votes exp(s/τ); equal votes go to the lower class, as in scikit-learn.
 
     Args:
-        train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from 0.
+        train, train_labels: (N, D) features, scaled to unit norm here, and (N,) class numbers from
+            0.
         test: (A, D) features to classify.
         k: number of neighbours; 1 is the nearest-neighbour classifier.
         temperature: τ of the vote.
-        device: where to search, as in `dualenc.search.exact.exact_search`.
+        device: where to search, as in `dualenc.search.exact_search.exact_search`.
     """
     train_labels = np.asarray(train_labels)
     if not 1 <= k <= len(train):
-        raise DualencError(f"k={k}: there are {len(train)} training images; choose k from 1 to that")
+        raise DualencError(
+            f"k={k}: there are {len(train)} training images; choose k from 1 to that"
+        )
     if temperature <= 0:
         raise DualencError(f"temperature={temperature}: it must be above 0")
     rows = unit_rows(train, "training features")
@@ -91,8 +96,8 @@ def linear_probe(
 ) -> LinearProbe:
     """Multinomial logistic regression on standardised features by full-batch L-BFGS (scikit-learn).
 
-    With several λ each is fit on nine tenths of the images and scored on the rest; the best (the larger of equal ones)
-    is fit on all of them.
+    With several λ each is fit on nine tenths of the images and scored on the rest; the best (the
+    larger of equal ones) is fit on all of them.
 
     Args:
         train, train_labels: (N, D) features and (N,) class numbers.
@@ -104,7 +109,9 @@ def linear_probe(
     return LinearProbe(fit_linear(train, train_labels, best), best, validation)
 
 
-def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) -> dict[float, float]:
+def _validate(
+    train: Vectors, labels: Integers, l2: Sequence[float], seed: int
+) -> dict[float, float]:
     """Accuracy by λ on a tenth of the training images, after a fit on the others."""
     classes, sizes = np.unique(labels, return_counts=True)
     held_out = max(math.ceil(VALIDATION_SHARE * len(labels)), len(classes))
@@ -114,7 +121,9 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
         )
     # Every class must be in the part that is fit; a class of one image cannot be in both.
     stratify = labels if sizes.min() > 1 else None
-    fit, check = train_test_split(np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify)
+    fit, check = train_test_split(
+        np.arange(len(labels)), test_size=held_out, random_state=seed, stratify=stratify
+    )
     validation = {}
     for value in l2:
         classifier = fit_linear(train[fit], labels[fit], value)
@@ -123,15 +132,18 @@ def _validate(train: Vectors, labels: Integers, l2: Sequence[float], seed: int) 
 
 
 def fit_linear(features: Vectors, labels: Integers, l2: float) -> Pipeline:
-    """Fit standardisation and a classifier of features (N, D): mean cross-entropy + λ/2·‖W‖², λ being `l2`."""
+    """Fit standardisation and a classifier of features (N, D): mean cross-entropy + λ/2·‖W‖², λ
+    being `l2`."""
     if not np.isfinite(features).all():
         raise DualencError("the training features are not finite; did the training end in NaN?")
     num_classes = len(np.unique(labels))
     if num_classes < 2:
-        raise DualencError(f"all training images have the label {labels[0]}; a probe needs two classes or more")
+        raise DualencError(
+            f"all training images have the label {labels[0]}; a probe needs two classes or more"
+        )
     scaler = StandardScaler().fit(features)
-    # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of their rows,
-    # whose squared norm is twice that of both.
+    # scikit-learn sums the loss over images: C = 1/(λN). Of two classes it keeps the difference of
+    # their rows, whose squared norm is twice that of both.
     inverse = (2 if num_classes == 2 else 1) / (l2 * len(labels))
     regression = LogisticRegression(C=inverse, max_iter=MAX_ITERATIONS, tol=1e-5)
     with warnings.catch_warnings():

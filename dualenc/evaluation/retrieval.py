@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dualenc import distributed
-from dualenc.arguments import check_several
-from dualenc.evaluation.metrics import CUTOFFS, Qrels, Run, Scores, mean_scores, remove_self_matches, score_queries
+from dualenc.evaluation.metrics import (
+    CUTOFFS,
+    Qrels,
+    Run,
+    Scores,
+    mean_scores,
+    remove_self_matches,
+    score_queries,
+)
 from dualenc.evaluation.runs import ranked, write_per_query, write_trec
-from dualenc.search.exact import exact_search
+from dualenc.search.exact_search import exact_search
 from dualenc.search.lexical import Lexical
-from dualenc.types import Vectors
+from dualenc.types import Vectors, check_several
 
 if TYPE_CHECKING:
     from dualenc.data import RetrievalSet
@@ -41,32 +48,46 @@ def retrieve(
         query_ids, queries: (Q,) ids and (Q, D) embeddings.
         document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
         depth: how many documents to keep for each query.
-        qrels: judgements; with them one more takes the place of an unjudged document whose id is the query's.
+        qrels: judgements; with them one more takes the place of an unjudged document whose id is
+            the query's.
         device: where to search, as in `exact_search`.
     """
     check_several("query_ids", query_ids)
     check_several("document_ids", document_ids)
     # One document more than wanted takes the place of a self-match.
-    scores, columns = exact_search(queries, documents, depth + 1, document_ids=document_ids, device=device)
+    scores, columns = exact_search(
+        queries, documents, depth + 1, document_ids=document_ids, device=device
+    )
     run = {}
     for query, nearest, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True):
         run[query] = {document_ids[column]: score for column, score in zip(nearest, values)}
     return first_documents(run, depth, qrels)
 
 
-def first_documents(run: Run, depth: int, qrels: Qrels | None = None) -> dict[str, dict[str, float]]:
-    """The run cut to the `depth` best documents of each query; with judgements, unjudged self-matches are removed."""
+def first_documents(
+    run: Run, depth: int, qrels: Qrels | None = None
+) -> dict[str, dict[str, float]]:
+    """The run cut to the `depth` best documents of each query; with judgements, unjudged
+    self-matches are removed."""
     run = run if qrels is None else remove_self_matches(run, qrels)
-    return {query: {name: documents[name] for name in ranked(documents)[:depth]} for query, documents in run.items()}
+    return {
+        query: {name: documents[name] for name in ranked(documents)[:depth]}
+        for query, documents in run.items()
+    }
 
 
 def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
-    """Log what becomes of documents with the id of a query, where that is no stray coincidence (1 % of the queries)."""
+    """Log what becomes of documents with the id of a query, where that is no stray coincidence (1 %
+    of the queries)."""
     shared = set(collection.queries.ids) & set(collection.corpus.ids)
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
     judged = sum(query in collection.qrels[query] for query in shared)
-    others = "kept, too" if keep_self_matches else "removed as copies of their queries (keep_self_matches keeps them)"
+    others = (
+        "kept, too"
+        if keep_self_matches
+        else "removed as copies of their queries (keep_self_matches keeps them)"
+    )
     logger.warning(
         f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "
         f"{judged:,} of these documents are judged and kept, the other {len(shared) - judged:,} are {others}"
@@ -74,10 +95,11 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
 
 
 def bm25_run(collection: RetrievalSet, k: int) -> dict[str, dict[str, float]]:
-    """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores texts.
+    """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores
+    texts.
 
-    Documents that share no word with the query are not retrieved. Equal scores are ordered by descending id, as
-    trec_eval does.
+    Documents that share no word with the query are not retrieved. Equal scores are ordered by
+    descending id, as trec_eval does.
     """
     corpus = collection.corpus
     # Equal scores are found by ascending row.
@@ -96,9 +118,11 @@ HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 @dataclass
 class Result:
-    """Scores of one system, such as a model, on one collection of `num_documents`, by its run and the judgements.
+    """Scores of one system, such as a model, on one collection of `num_documents`, by its run and
+    the judgements.
 
-    The run is scored as it is: `retrieve` and `first_documents` remove unjudged documents with the id of the query.
+    The run is scored as it is: `retrieve` and `first_documents` remove unjudged documents with the
+    id of the query.
     """
 
     system: str
@@ -124,7 +148,8 @@ class Result:
 
 
 def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result]:
-    """Divide a result into queries with a relevant document that was in training, and queries with none.
+    """Divide a result into queries with a relevant document that was in training, and queries with
+    none.
 
     A part without queries is left out.
     """
@@ -138,8 +163,11 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
     return parts
 
 
-def divide_by_training(qrels: Qrels, trained_ids: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The judgements of queries with a relevant document that was in training, and those of queries with none."""
+def divide_by_training(
+    qrels: Qrels, trained_ids: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The judgements of queries with a relevant document that was in training, and those of queries
+    with none."""
     trained = set(trained_ids)
     seen: dict[str, Any] = {}
     unseen: dict[str, Any] = {}
@@ -151,7 +179,8 @@ def divide_by_training(qrels: Qrels, trained_ids: Iterable[str]) -> tuple[dict[s
 
 
 def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
-    """A table row for each result and, with several collections, the mean of each system over them."""
+    """A table row for each result and, with several collections, the mean of each system over
+    them."""
     rows: list[dict[str, object]] = []
     for result in results:
         sizes = {"queries": len(result.per_query), "documents": result.num_documents}
@@ -161,7 +190,9 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     if len({result.dataset for result in results}) > 1:
         for system, means in means_by_system(results).items():
             scores = {name: means[name] for name in HEADLINES}
-            rows.append({"data": "mean", "system": system, "queries": None, "documents": None, **scores})
+            rows.append(
+                {"data": "mean", "system": system, "queries": None, "documents": None, **scores}
+            )
     return rows
 
 
@@ -171,7 +202,9 @@ def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     for result in results:
         for metric in dict.fromkeys(name.partition("@")[0] for name in result.means):
             cells = {f"@{k}": result.means[f"{metric}@{k}"] for k in CUTOFFS}
-            rows.append({"data": result.dataset, "system": result.system, "metric": metric, **cells})
+            rows.append(
+                {"data": result.dataset, "system": result.system, "metric": metric, **cells}
+            )
     return rows
 
 

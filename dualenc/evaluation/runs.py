@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
-from dualenc.files import atomic_path
+from dualenc.io.files import atomic_path
 from dualenc.types import StrPath
 
 
 def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
     """Write a run as `query Q0 document rank score tag` lines, ranked as trec_eval ranks them.
 
-    Scores are written so that reading them gives the same float32; an id with white space is an error.
+    Scores are written so that reading them gives the same float32; an id with white space is an
+    error.
     """
     check_trec_names((tag,), "the tag")
     check_trec_names(run, "query id")
@@ -28,7 +29,10 @@ def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
 def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str = "") -> None:
     """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
     # An id may be a file name that is not UTF-8: its invalid bytes are escaped as in JSON.
-    with atomic_path(path) as part, open(part, "w", encoding="utf-8", errors="backslashreplace") as stream:
+    with (
+        atomic_path(path) as part,
+        open(part, "w", encoding="utf-8", errors="backslashreplace") as stream,
+    ):
         for query, scores in per_query.items():
             row = {"dataset": dataset, "query": query, **scores}
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -40,8 +44,15 @@ def ranked(documents: Mapping[str, float]) -> list[str]:
 
 
 def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Refuse names that TREC files cannot hold, empty or with white space, or that crash trec_eval, not UTF-8."""
+    """Refuse names that TREC files cannot hold, empty or with white space, or that crash trec_eval,
+    not UTF-8."""
     for name in names:
-        if len(name.split()) != 1 or name.strip() != name or name.encode(errors="ignore").decode() != name:
+        if (
+            len(name.split()) != 1
+            or name.strip() != name
+            or name.encode(errors="ignore").decode() != name
+        ):
             remedy = "which TREC files cannot; rename it"
-            raise DualencError(f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}")
+            raise DualencError(
+                f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}"
+            )

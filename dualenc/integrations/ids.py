@@ -1,4 +1,5 @@
-"""Ids of texts for objectives: a column of ids for a data set of `datasets`, equal texts with equal ids."""
+"""Ids of texts for objectives: a column of ids for a data set of `datasets`, equal texts with equal
+ids."""
 
 from __future__ import annotations
 
@@ -20,16 +21,22 @@ ROWS_PER_BLOCK = 2**16  # of a data set, whose texts are in memory at a time
 
 
 class PairTexts:
-    """The distinct texts of a data set's pairs, by id, how many pairs each is in, and which belong together.
+    """The distinct texts of a data set's pairs, by id, how many pairs each is in, and which belong
+    together.
 
     Args:
         left, right: the texts by id.
         left_id, right_id: (M,) those of each pair.
     """
 
-    def __init__(self, left: pa.Array, right: pa.Array, left_id: np.ndarray, right_id: np.ndarray) -> None:
+    def __init__(
+        self, left: pa.Array, right: pa.Array, left_id: np.ndarray, right_id: np.ndarray
+    ) -> None:
         self.texts: dict[Side, pa.Array] = {"left": left, "right": right}
-        self.counts = (np.bincount(left_id, minlength=len(left)), np.bincount(right_id, minlength=len(right)))
+        self.counts = (
+            np.bincount(left_id, minlength=len(left)),
+            np.bincount(right_id, minlength=len(right)),
+        )
         # An equal text of the other side is no negative, either.
         copies = pc.index_in(left, value_set=right)
         left_id = np.concatenate([left_id, np.flatnonzero(copies.is_valid())])
@@ -48,7 +55,8 @@ class PairTexts:
         return len(self.texts["right"])
 
     def not_negatives(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, K) the ids of other texts that are no negatives of texts (n,) of a side, padded by -1."""
+        """(n, K) the ids of other texts that are no negatives of texts (n,) of a side, padded by
+        -1."""
         return torch.from_numpy(self._not_negatives[side].padded(ids.cpu().numpy())).to(ids.device)
 
     def are_named_by(self, dataset: Dataset) -> bool:
@@ -87,7 +95,8 @@ class PairTexts:
 
 
 def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
-    """Add a column `label` of ids, [anchor, positive, *negatives], to columns of texts; equal texts have equal ids.
+    """Add a column `label` of ids, [anchor, positive, *negatives], to columns of texts; equal texts
+    have equal ids.
 
     Ids follow the data set's order: keep it for runs that resume, and shuffle by the trainer.
 
@@ -95,15 +104,21 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         The data set with ids, and the texts by id.
     """
     if not isinstance(dataset, Dataset):
-        raise DualencError(f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset")
+        raise DualencError(
+            f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset"
+        )
     names = dataset.column_names
     if len(names) < 2 or "label" in names:
-        raise DualencError(f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label")
+        raise DualencError(
+            f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label"
+        )
     table = dataset.with_format("arrow")[:]
     for name in names:
         column = table[name]
         if column.type not in (pa.string(), pa.large_string()):
-            raise DualencError(f"column {name} holds {column.type}, not texts; keep columns of texts")
+            raise DualencError(
+                f"column {name} holds {column.type}, not texts; keep columns of texts"
+            )
         if column.null_count:
             raise DualencError(
                 f"column {name} has no text in {column.null_count} rows; "
@@ -118,7 +133,9 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
     ids = np.vstack([left_ids, right_ids.reshape(-1, len(anchors))])
     texts = PairTexts(left, right, ids[0], ids[1])
     # `add_column` would copy shuffled rows one by one.
-    return Dataset(table.append_column("label", pa.array(ids.T.tolist())), split=dataset.split), texts
+    return Dataset(
+        table.append_column("label", pa.array(ids.T.tolist())), split=dataset.split
+    ), texts
 
 
 def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:

@@ -1,4 +1,5 @@
-"""Objectives in sentence-transformers: a loss for `SentenceTransformerTrainer`, and ids for its data sets.
+"""Objectives in sentence-transformers: a loss for `SentenceTransformerTrainer`, and ids for its
+data sets.
 
 dataset, texts = with_ids(dataset)  # columns: anchor, positive, and negatives if there are any
 objective = GlobalCache(num_left=texts.num_left, num_right=texts.num_right, temperature=0.05)
@@ -33,17 +34,18 @@ Features = dict[str, Any]
 class GlobalLoss(nn.Module):
     """An objective as a loss of sentence-transformers.
 
-    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, as each
-    needs a memory of its own. `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused where
-    the objective has one.
+    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, as
+    each needs a memory of its own. `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused
+    where the objective has one.
 
-    The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with the same τ.
+    The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with
+    the same τ.
 
     Args:
         model: the encoder; its embeddings are scaled to length one.
         objective: of two towers, such as `SogCLR(num_left=…, num_right=…)`.
-        texts: of `with_ids`, by which no positive of a text is its negative; needed by objectives that encode texts
-            outside the batch (ISIR, EMC2, GlobalCache, …).
+        texts: of `with_ids`, by which no positive of a text is its negative; needed by objectives
+            that encode texts outside the batch (ISIR, EMC2, GlobalCache, …).
         prompts: put by `args.prompts` before the anchors and before the other texts, if any.
     """
 
@@ -57,7 +59,9 @@ class GlobalLoss(nn.Module):
         super().__init__()
         refuse_momentum(objective)
         if objective.needs_encode and texts is None:
-            raise DualencError(f"{objective.name} encodes more than the batch; pass the texts of with_ids")
+            raise DualencError(
+                f"{objective.name} encodes more than the batch; pass the texts of with_ids"
+            )
         if texts is not None and objective.num_left is not None:
             if (objective.num_left, objective.num_right) != (texts.num_left, texts.num_right):
                 expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
@@ -70,7 +74,8 @@ class GlobalLoss(nn.Module):
         self.prompts: dict[Side, str | None] = {"left": prompts[0], "right": prompts[1]}
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None) -> Tensor:
-        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of negative columns).
+        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of
+        negative columns).
 
         In evaluation texts without ids are taken for different ones.
         """
@@ -91,7 +96,9 @@ class GlobalLoss(nn.Module):
             numbers = torch.arange(len(left) * len(unit_vectors), device=left.device)
             labels = numbers.view(len(unit_vectors), len(left)).T
         if labels is None or labels.shape != (len(left), len(unit_vectors)):
-            raise DualencError("labels are not the ids of the texts; train on what with_ids returns")
+            raise DualencError(
+                "labels are not the ids of the texts; train on what with_ids returns"
+            )
         left_id, right_id, *negative_ids = labels.T.contiguous()
         if not (self.model.training and torch.is_grad_enabled()):
             in_batch = InfoNCE(temperature=self.objective.temperature.item())
@@ -103,7 +110,9 @@ class GlobalLoss(nn.Module):
             others["right_positives"] = self.texts.not_negatives("right", right_id)
         if negatives:
             if not self.objective.takes_mined:
-                raise DualencError(f"{self.objective.name} takes no mined negatives; remove their columns")
+                raise DualencError(
+                    f"{self.objective.name} takes no mined negatives; remove their columns"
+                )
             others |= _distinct_negatives(negatives, torch.stack(negative_ids))
         encode = self.encode if self.objective.needs_encode else None
         return self.objective(left, right, left_id, right_id, encode, **others).loss
@@ -128,7 +137,8 @@ class GlobalLoss(nn.Module):
         if not len(ids):
             return torch.zeros(0, self._dim, device=device)
         assert self.texts is not None
-        # Processes encode different numbers of texts, and each call of DistributedDataParallel may be collective.
+        # Processes encode different numbers of texts, and each call of DistributedDataParallel may
+        # be collective.
         module: SentenceTransformer = getattr(self.model, "module", self.model)
         texts = self.texts(side, ids)
         features = module.preprocess(texts, prompt=self.prompts[side], task=self._tasks[side])
@@ -146,16 +156,26 @@ def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tenso
 
 
 class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]
-    """`SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`, see `ObjectiveStateMixin`."""
+    """`SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`, see
+    `ObjectiveStateMixin`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss: Any = self.loss
         texts = getattr(loss, "texts", None)
-        if texts is not None and loss.objective.needs_encode and self.args.prompts and not any(loss.prompts.values()):
+        if (
+            texts is not None
+            and loss.objective.needs_encode
+            and self.args.prompts
+            and not any(loss.prompts.values())
+        ):
             problem = "args.prompts are put before the texts of a batch alone"
-            raise DualencError(f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too")
-        datasets = self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
+            raise DualencError(
+                f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too"
+            )
+        datasets = (
+            self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
+        )
         for dataset in datasets.values():
             if texts is None or not isinstance(dataset, Dataset):
                 continue

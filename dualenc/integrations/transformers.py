@@ -1,9 +1,10 @@
-"""Objectives in `transformers.Trainer` and its subclasses: the state of the loss in every checkpoint.
+"""Objectives in `transformers.Trainer` and its subclasses: the state of the loss in every
+checkpoint.
 
 class MyTrainer(ObjectiveStateMixin, Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        left, right = (normalize(model(**inputs[side]).pooler_output, dim=-1) for side in ("left", "right"))
-        loss = self.objective(left, right, inputs["left_id"], inputs["right_id"]).loss
+        left, right = (normalize(model(**inputs[side]).pooler_output, dim=-1) for side in ("left",
+        "right")) loss = self.objective(left, right, inputs["left_id"], inputs["right_id"]).loss
         return (loss, None) if return_outputs else loss
 
 trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=collate)
@@ -21,11 +22,12 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.files import save_tensors
+from dualenc.io.files import save_tensors
 from dualenc.objectives import Objective
 
 STATE_FILE = "objective.pt"
-"""File of a checkpoint folder with the state of the objective, beside those that the trainer writes."""
+"""File of a checkpoint folder with the state of the objective, beside those that the trainer
+writes."""
 
 
 def refuse_momentum(objective: Objective) -> None:
@@ -38,12 +40,13 @@ def refuse_momentum(objective: Objective) -> None:
 class ObjectiveStateMixin:
     """Trainer mixin: saves, resumes and steps the objective of a `transformers.Trainer`.
 
-    A checkpoint holds the objective's state (averages, chains, memories, a learnable τ), `resume_from_checkpoint`
-    restores it, and a learnable τ is trained with the mean gradient of all processes.
+    A checkpoint holds the objective's state (averages, chains, memories, a learnable τ),
+    `resume_from_checkpoint` restores it, and a learnable τ is trained with the mean gradient of all
+    processes.
 
     Attributes:
-        objective: the loss; set it before `train()`. With `loss=GlobalLoss(…)` of `SentenceTransformerTrainer` it is
-            that loss's.
+        objective: the loss; set it before `train()`. With `loss=GlobalLoss(…)` of
+            `SentenceTransformerTrainer` it is that loss's.
     """
 
     objective: Objective | None = None
@@ -63,7 +66,8 @@ class ObjectiveStateMixin:
         return objective
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The trainer's optimizer, which also trains a learnable τ; the objective moves to the trainer's device."""
+        """The trainer's optimizer, which also trains a learnable τ; the objective moves to the
+        trainer's device."""
         objective = self.find_objective().to(self.args.device)  # type: ignore[attr-defined]
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         own = {id(parameter): parameter for parameter in _trainable(objective)}
@@ -72,12 +76,17 @@ class ObjectiveStateMixin:
         if self.lr_scheduler is not None:  # type: ignore[attr-defined]
             # It has a rate for each of the groups that there are.
             if missing:
-                problem = "a scheduler of your own needs an optimizer that trains the learnable τ, too"
+                problem = (
+                    "a scheduler of your own needs an optimizer that trains the learnable τ, too"
+                )
                 raise DualencError(f"{problem}; give that also objective.parameters()")
             return optimizer
         for group in list(optimizer.param_groups):
-            decayed = [each for each in group["params"] if id(each) in own and group.get("weight_decay")]
-            # sentence-transformers lists those of its loss already; but weight decay would draw log τ to 0.
+            decayed = [
+                each for each in group["params"] if id(each) in own and group.get("weight_decay")
+            ]
+            # sentence-transformers lists those of its loss already; but weight decay would draw log
+            # τ to 0.
             if decayed:
                 group["params"] = [each for each in group["params"] if id(each) not in own]
                 optimizer.add_param_group({**group, "params": decayed, "weight_decay": 0.0})
@@ -102,7 +111,9 @@ class ObjectiveStateMixin:
         if self.args.save_only_model and not path.exists():  # type: ignore[attr-defined]
             return
         if not path.is_file():
-            raise DualencError(f"{path}: missing, so the loss would start anew; take a checkpoint with it")
+            raise DualencError(
+                f"{path}: missing, so the loss would start anew; take a checkpoint with it"
+            )
         objective = self.find_objective()
         device = objective.log_temperature.device
         objective.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -110,7 +121,8 @@ class ObjectiveStateMixin:
 
 
 def _trainable(objective: Objective) -> list[nn.Parameter]:
-    """Trainable parameters of an objective, which no wrapper of the model averages over processes."""
+    """Trainable parameters of an objective, which no wrapper of the model averages over
+    processes."""
     return [parameter for parameter in objective.parameters() if parameter.requires_grad]
 
 
@@ -120,7 +132,9 @@ class _Steps(TrainerCallback):
     def __init__(self, trainer: ObjectiveStateMixin) -> None:
         self.trainer = trainer
 
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: Any, **kwargs: Any
+    ) -> None:
         distributed.average_gradients(_trainable(self.trainer.find_objective()))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

@@ -6,16 +6,17 @@ What they extend is InfoNCE, which without this package is
     pairs = torch.arange(len(scores))
     loss = (cross_entropy(scores, pairs) + cross_entropy(scores.T, pairs)) / 2
 
-`InfoNCE()(left, right, ids).loss` is this number (`tests/objectives/test_in_batch.py`). The frame adds items that are
-in several pairs, known positives and mined negatives (`batch.py`), blocks of anchors (`Anchors.in_blocks`), candidates
-of all ranks, weights, and checks of the input. An objective adds how much each negative of the *corpus* weighs:
-`plan` chooses items outside the batch, `losses` weighs them.
+`InfoNCE()(left, right, ids).loss` is this number (`tests/objectives/test_in_batch.py`). The frame
+adds items that are in several pairs, known positives and mined negatives (`batch.py`), blocks of
+anchors (`Anchors.in_blocks`), candidates of all ranks, weights, and checks of the input. An
+objective adds how much each negative of the *corpus* weighs: `plan` chooses items outside the
+batch, `losses` weighs them.
 """
 
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.objectives.emc2 import EMC2
-from dualenc.objectives.exact import ExactGlobal
-from dualenc.objectives.frozen import FrozenCorpus
+from dualenc.objectives.exact_global import ExactGlobal
+from dualenc.objectives.frozen_corpus import FrozenCorpus
 from dualenc.objectives.global_cache import GlobalCache
 from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR

@@ -1,11 +1,12 @@
 """Anchors against candidates: the picture that every objective computes on.
 
-Shapes: X directions (left anchors, then right ones; one alone for two views of an image), A anchors of this rank, G
-anchors of all ranks, C candidates of all ranks, K known positives, P pairs of the global batch, b pairs of this rank, D
-dimension. A leading X does both directions at once, so that no equation loops over sides.
+Shapes: X directions (left anchors, then right ones; one alone for two views of an image), A anchors
+of this rank, G anchors of all ranks, C candidates of all ranks, K known positives, P pairs of the
+global batch, b pairs of this rank, D dimension. A leading X does both directions at once, so that
+no equation loops over sides.
 
-An *item* is an id of the candidates' side, or with views one view of an image: the left view of image i is item 2·i,
-the right one 2·i + 1.
+An *item* is an id of the candidates' side, or with views one view of an image: the left view of
+image i is item 2·i, the right one 2·i + 1.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ BLOCK_ENTRIES = 2**20
 class Anchors:
     """This rank's anchors and the candidates of the global batch."""
 
-    directions: tuple[int, ...]  # (X) 0: left anchors against right candidates, or views; 1: the other way
+    directions: tuple[
+        int, ...
+    ]  # (X) 0: left anchors against right candidates, or views; 1: the other way
     rows: Tensor  # (X, A) the anchors' rows in per-item tables: left id, or num_left + right id
     batch_rows: Tensor  # (A,) the anchors' positions among the G anchors of their direction
     sizes: list[int]  # anchors on every rank, per direction
@@ -43,7 +46,9 @@ class Anchors:
     positive_column: Tensor  # (X, A) the candidate that is each anchor's own positive
     positive_ids: Tensor  # (X, A, K) ascending ids of known positives, each once, padded with -1
     temperature: Tensor  # scalar τ
-    keys: Tensor | None = None  # (X, G, D) a momentum encoder's embeddings of the batch, no gradient
+    keys: Tensor | None = (
+        None  # (X, G, D) a momentum encoder's embeddings of the batch, no gradient
+    )
     views: bool = False  # candidates are first all left, then all right views
 
     @property
@@ -105,43 +110,55 @@ class Anchors:
         return torch.cat([left_views, right_views], dim=-1).sort(dim=-1).values
 
     def gather(self, values: Tensor) -> Tensor:
-        """(X, G, …) of all ranks in the order of the batch, without gradient, of values (X, A, …) of this one."""
-        gathered = distributed.gather(values.transpose(0, 1).contiguous(), self.sizes).transpose(0, 1)
+        """(X, G, …) of all ranks in the order of the batch, without gradient, of values (X, A, …)
+        of this one."""
+        gathered = distributed.gather(values.transpose(0, 1).contiguous(), self.sizes).transpose(
+            0, 1
+        )
         if not self.views or len(self.sizes) == 1:
             return gathered
-        # Each rank brings its left views, then its right ones; in the batch all left views come first.
+        # Each rank brings its left views, then its right ones; in the batch all left views come
+        # first.
         half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
         halves = gathered.split(half_sizes, dim=1)
         return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
 
     def gather_lists(self, lists: Tensor) -> Tensor:
-        """(X, G, K) likewise of lists (X, A, K), which may be shorter on other ranks; padded in front with -1."""
+        """(X, G, K) likewise of lists (X, A, K), which may be shorter on other ranks; padded in
+        front with -1."""
         if len(self.sizes) == 1:
             return lists
         longest = max(distributed.rank_numbers([lists.shape[-1]], lists.device)[0])
         return self.gather(pad(lists, (longest - lists.shape[-1], 0), value=PADDING))
 
     def per_direction(self, numbers: Iterable[float]) -> Tensor:
-        """(X, 1) a number for each direction, filled in on the device: a list copied there would wait for it."""
+        """(X, 1) a number for each direction, filled in on the device: a list copied there would
+        wait for it."""
         return torch.stack([self.embeddings.new_full((1,), number) for number in numbers])
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
-        """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold the positives."""
+        """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold
+        the positives."""
         return replace(self, candidates=candidates, candidate_ids=candidate_ids)
 
     def of_direction(self, x: int) -> Anchors:
         """One direction alone (X = 1)."""
-        by_direction = {name: getattr(self, name)[x : x + 1] for name in ("directions", *_BY_ANCHOR)}
+        by_direction = {
+            name: getattr(self, name)[x : x + 1] for name in ("directions", *_BY_ANCHOR)
+        }
         keys = None if self.keys is None else self.keys[x : x + 1]
         anchors = replace(self, keys=keys, **by_direction)
         return anchors.with_candidates(self.candidates[x : x + 1], self.candidate_ids[x : x + 1])
 
-    def in_blocks(self, function: Callable[..., Result], *rows: Any, width: int | None = None) -> Result:
-        """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C) matrices stay
-        small.
+    def in_blocks(
+        self, function: Callable[..., Result], *rows: Any, width: int | None = None
+    ) -> Result:
+        """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C)
+        matrices stay small.
 
         Args:
-            function: `function(block, *rows)` returns one tensor (X, a, …) or several. Must be pure and row-wise.
+            function: `function(block, *rows)` returns one tensor (X, a, …) or several. Must be pure
+                and row-wise.
             rows: tensors (X, A, …), or named tuples of such, which are sliced alike.
             width: entries that the function holds per anchor; by default C.
 
@@ -168,7 +185,13 @@ class Anchors:
         return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
 
 
-_BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")  # of shape (X, A, …)
+_BY_ANCHOR = (
+    "rows",
+    "embeddings",
+    "partners",
+    "positive_column",
+    "positive_ids",
+)  # of shape (X, A, …)
 
 
 def _sliced(values: Any, part: slice) -> Any:
@@ -178,7 +201,8 @@ def _sliced(values: Any, part: slice) -> Any:
 
 
 def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
-    """(…, A, C) whether ids (…, C) or (…, A, C) are in anchors' lists (…, A, K), ascending; -1 may match padding."""
+    """(…, A, C) whether ids (…, C) or (…, A, C) are in anchors' lists (…, A, K), ascending; -1 may
+    match padding."""
     if ids.dim() < lists.dim():
         ids = ids[..., None, :]
     if lists.shape[-1] == 1:
@@ -189,11 +213,13 @@ def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
 
 
 def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether sought items (X, …) are among items (X, C), and the first column of each; any column where not."""
+    """Whether sought items (X, …) are among items (X, C), and the first column of each; any column
+    where not."""
     # Without candidates there is no column that a later `gather` could read.
     if not items.shape[1]:
         return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
-    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the first copy is found.
+    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the
+    # first copy is found.
     ordered, order = items.sort(dim=1, stable=True)
     flat = sought.flatten(1)
     column = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
@@ -202,10 +228,12 @@ def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_count(mask: Tensor, like: Tensor) -> Tensor:
-    """(X, A) log of how many of a row of mask (X, A, C) are True, in the precision of `like`; 0 for none."""
+    """(X, A) log of how many of a row of mask (X, A, C) are True, in the precision of `like`; 0 for
+    none."""
     return mask.sum(dim=-1).clamp(min=1).to(like.dtype).log()
 
 
 def log_mean(logits: Tensor) -> Tensor:
-    """(X, A) log of the mean of exp over the logits (X, A, C) that are not -inf; -inf without any."""
+    """(X, A) log of the mean of exp over the logits (X, A, C) that are not -inf; -inf without
+    any."""
     return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)

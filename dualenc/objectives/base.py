@@ -1,12 +1,14 @@
-"""The base of all objectives: check, gather, plan, encode, compute losses, average over the global batch.
+"""The base of all objectives: check, gather, plan, encode, compute losses, average over the global
+batch.
 
 An objective is its equation, in one file:
 
-    plan(anchors) -> plan                      # no gradient; `plan.outside` (X, n): items to embed, -1 for none
-    losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the objective's memory
+    plan(anchors) -> plan                      # no gradient; `plan.outside` (X, n): items to embed,
+    -1 for none losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the
+    objective's memory
 
-or, of the batch alone, `block_losses(block) -> (X, a)`, or `anchor_losses(anchors, encoder) -> (X, A)`, where it
-encodes more than once (`NegativeCache`, `ExactGlobal`). Shapes: see `anchors`.
+or, of the batch alone, `block_losses(block) -> (X, a)`, or `anchor_losses(anchors, encoder) -> (X,
+A)`, where it encodes more than once (`NegativeCache`, `ExactGlobal`). Shapes: see `anchors`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
 from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
+from dualenc.objectives.batch_metrics import batch_metrics
 from dualenc.objectives.checks import (
     as_numbers,
     check_count,
@@ -36,10 +39,9 @@ from dualenc.objectives.checks import (
     given,
     names_class,
 )
-from dualenc.objectives.corpus import SampledCorpus
+from dualenc.objectives.corpus_sizes import SampledCorpus
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.items import Encode, OutsideEncoder
-from dualenc.objectives.metrics import batch_metrics
+from dualenc.objectives.outside_items import Encode, OutsideEncoder
 
 MIN_TEMPERATURE = 1e-3
 
@@ -49,10 +51,11 @@ class ObjectiveOutput:
     """What an objective returns.
 
     Attributes:
-        loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its gradient the objective's.
-            The mean over ranks, of losses and of gradients, is that of the global batch.
-        per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones alone
-            (`FrozenCorpus`); over all ranks their mean is `loss`.
+        loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its
+            gradient the objective's. The mean over ranks, of losses and of gradients, is that of
+            the global batch.
+        per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones
+            alone (`FrozenCorpus`); over all ranks their mean is `loss`.
     """
 
     loss: Tensor
@@ -61,7 +64,8 @@ class ObjectiveOutput:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars for logging, averaged over this rank's anchors; computed when first read."""
+        """Detached scalars for logging, averaged over this rank's anchors; computed when first
+        read."""
         return self.compute_metrics()
 
 
@@ -73,15 +77,16 @@ class Objective(nn.Module):
         out.loss.backward()
 
     Args:
-        num_left: size of the left id space; needed by objectives that keep state per item. Where items are in several
-            pairs, `set_counts` says in how many.
+        num_left: size of the left id space; needed by objectives that keep state per item. Where
+            items are in several pairs, `set_counts` says in how many.
         num_right: size of the right id space (the corpus); defaults to num_left.
         temperature: τ ≥ 0.001 of the softmax over cosine similarities.
         learnable_temperature: learn log τ with the model.
-        views: left and right are two views of one image (unimodal training): 2B anchors, one shared id space.
+        views: left and right are two views of one image (unimodal training): 2B anchors, one shared
+            id space.
         seed: of the objective's own random draws.
-        positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over the batch, where Z
-            sums the negatives only. Only for objectives that estimate Z.
+        positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over
+            the batch, where Z sums the negatives only. Only for objectives that estimate Z.
     """
 
     needs_num_left = False  # keeps state per item
@@ -91,7 +96,8 @@ class Objective(nn.Module):
     # Every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies.
     estimates_partition = False
     encodes_in_backward = False  # calls `encode` again in the backward pass
-    # μ of the moving average of the towers whose embeddings `forward` takes as keys; see `MomentumQueue`.
+    # μ of the moving average of the towers whose embeddings `forward` takes as keys; see
+    # `MomentumQueue`.
     momentum: float | None = None
     # The option that lifts the assumption of uniformly random batches.
     remedy_for_other_batches: str | None = None
@@ -135,14 +141,16 @@ class Objective(nn.Module):
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
         if self.needs_num_left:
-            # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit swapped ones.
+            # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit
+            # swapped ones.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
         # Whether the present call is training: not in eval mode or without gradient.
         self.updates_state = False
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
-        """Decide, without gradient, which items outside the batch to embed: `plan.outside`; None for nothing."""
+        """Decide, without gradient, which items outside the batch to embed: `plan.outside`; None
+        for nothing."""
         return None
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -189,18 +197,20 @@ class Objective(nn.Module):
 
         Args:
             left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
-            left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without right_id pairs share
-                one index. Items with equal ids are never negatives of one another's partners. Ids
-                and weights may be lists or arrays.
-            encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on the CPU; honours
-                `torch.is_grad_enabled()`. With views, "left" and "right" are an image's two views.
+            left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without
+                right_id pairs share one index. Items with equal ids are never negatives of one
+                another's partners. Ids and weights may be lists or arrays.
+            encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on
+                the CPU; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an
+                image's two views.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
-            right_positives: (b, K) left ids known to be relevant to each right item, padded with -1.
-            negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of left anchors; not
-                with views, and only of objectives with `takes_mined`.
+            right_positives: (b, K) left ids known to be relevant to each right item, padded with
+                -1.
+            negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of
+                left anchors; not with views, and only of objectives with `takes_mined`.
             weights: (b,) factors of the losses of each pair, 0 or more.
-            keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum encoder, without
-                gradient; of objectives with `momentum`.
+            keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum
+                encoder, without gradient; of objectives with `momentum`.
         """
         embeddings = given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
         ids = given(
@@ -227,7 +237,9 @@ class Objective(nn.Module):
         with torch.autocast(left.device.type, enabled=False):
             temperature = self.temperature.to(batch.embeddings.dtype)
             directions = self._directions(batch, temperature)
-            losses = torch.cat([self.anchor_losses(anchors, encoder).flatten() for anchors in directions])
+            losses = torch.cat(
+                [self.anchor_losses(anchors, encoder).flatten() for anchors in directions]
+            )
         if not self.updates_state:
             # Outside of training, random draws are made but not counted.
             for random, position in zip(draws, positions, strict=True):
@@ -240,7 +252,9 @@ class Objective(nn.Module):
         # Over all anchors of the global batch, so that the mean over ranks is the global loss.
         num_anchors = self.anchors_per_pair * sum(batch.sizes)
         loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
-        return ObjectiveOutput(loss, losses.detach(), lambda: self._metrics(batch, temperature.detach()))
+        return ObjectiveOutput(
+            loss, losses.detach(), lambda: self._metrics(batch, temperature.detach())
+        )
 
     @property
     def name(self) -> str:
@@ -255,7 +269,11 @@ class Objective(nn.Module):
         values = {name: getattr(self, name, None) for name in sorted(names)}
         if not self.log_temperature.requires_grad:
             values["temperature"] = float(f"{self.temperature.item():.4g}")
-        return {name: value for name, value in values.items() if isinstance(value, int | float | str | list)}
+        return {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, int | float | str | list)
+        }
 
     @property
     def temperature(self) -> Tensor:
@@ -266,12 +284,13 @@ class Objective(nn.Module):
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the value of `loss` is an estimate of L(θ); else only its gradient is, and logs leave it out."""
+        """Whether the value of `loss` is an estimate of L(θ); else only its gradient is, and logs
+        leave it out."""
         return True
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Scalars about the objective's memory in the last call, over this rank's anchors: the mean and the standard
-        deviation of what it recorded."""
+        """Scalars about the objective's memory in the last call, over this rank's anchors: the mean
+        and the standard deviation of what it recorded."""
         scalars = {}
         for name, recorded in self._recorded.items():
             values = torch.cat([value.flatten() for value in recorded]).double()
@@ -295,7 +314,8 @@ class Objective(nn.Module):
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
             # An epoch shows pairs, so that items in many pairs come many times.
             counts = self.corpus.item_counts(direction)
-            # Items in no pair are remembered only as mined negatives, and count once; others may in part.
+            # Items in no pair are remembered only as mined negatives, and count once; others may in
+            # part.
             counts = None if counts is None else counts.where(counts > 0, 1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
@@ -321,8 +341,8 @@ class Objective(nn.Module):
                 fail("left", f"{sizes}; take a new objective for another encoder")
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
-        """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf, −s⁺/τ; or with
-        `positive_in_softmax` -inf, which makes its loss and gradient 0."""
+        """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf,
+        −s⁺/τ; or with `positive_in_softmax` -inf, which makes its loss and gradient 0."""
         if not self.positive_in_softmax:
             log_partition = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
         return log_partition.detach() - positive.detach()
@@ -332,8 +352,11 @@ class Objective(nn.Module):
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value.detach())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Restore from `state_dict()`; DualencError for a state of other sizes or of another objective."""
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Restore from `state_dict()`; DualencError for a state of other sizes or of another
+        objective."""
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
@@ -342,7 +365,8 @@ class Objective(nn.Module):
             raise DualencError(f"{type(self).__name__}: {problem}; {advice}") from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
-        """Move and convert, but never to half precision: temperatures and averages would lose theirs."""
+        """Move and convert, but never to half precision: temperatures and averages would lose
+        theirs."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
@@ -363,16 +387,21 @@ class Objective(nn.Module):
     @torch.no_grad()
     def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> dict[str, Tensor]:
         with torch.autocast(batch.ids.device.type, enabled=False):
-            return batch_metrics(self._directions(batch, temperature), self.corpus.log_num_negatives)
+            return batch_metrics(
+                self._directions(batch, temperature), self.corpus.log_num_negatives
+            )
 
 
 class Estimate(torch.autograd.Function):
-    """`Estimate.apply(value, scores, weights, positive)`: losses with a value (X, A) and the gradient of
-    Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and, if given, the positive's score (X, A):
-    that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the whole corpus."""
+    """`Estimate.apply(value, scores, weights, positive)`: losses with a value (X, A) and the
+    gradient of Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and, if given,
+    the positive's score (X, A): that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the
+    whole corpus."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, scores: Tensor, weights: Tensor, positive: Tensor | None = None) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, scores: Tensor, weights: Tensor, positive: Tensor | None = None
+    ) -> Tensor:
         ctx.save_for_backward(weights)
         ctx.has_positive = positive is not None
         return value.clone()
@@ -381,18 +410,22 @@ class Estimate(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
         # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
         if torch.is_grad_enabled():
-            raise DualencError("an objective has no second derivatives; call backward without create_graph")
+            raise DualencError(
+                "an objective has no second derivatives; call backward without create_graph"
+            )
         (weights,) = ctx.saved_tensors
         (gradient,) = grad_outputs
         return None, gradient[..., None] * weights, None, -gradient if ctx.has_positive else None
 
 
 def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
-    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights need not sum to 1: L is
-    a function of s − s⁺, and without this term every error of the sum (X, A) would move τ by as much as s⁺/τ.
+    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights
+    need not sum to 1: L is a function of s − s⁺, and without this term every error of the sum (X,
+    A) would move τ by as much as s⁺/τ.
 
     Args:
-        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a kernel q, log q⁺.
+        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a
+            kernel q, log q⁺.
     """
     missing = (1 - weight_sum).detach()[..., None]
     return Estimate.apply(torch.zeros_like(weight_sum), positive_scores[..., None], missing)

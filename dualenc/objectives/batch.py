@@ -1,6 +1,7 @@
 """The batch of a step: checked, gathered over ranks, and arranged as anchors against candidates.
 
-Shapes: b pairs of this rank, P of all ranks, n mined negatives of all ranks, K positives; X, A, C, D as in `anchors`.
+Shapes: b pairs of this rank, P of all ranks, n mined negatives of all ranks, K positives; X, A, C,
+D as in `anchors`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The pairs of a step, checked, in float32 or float64. Pairs of values are those of left and of right items."""
+    """The pairs of a step, checked, in float32 or float64. Pairs of values are those of left and of
+    right items."""
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
-    listed: tuple[Tensor | None, ...]  # (b, K) further positives of the opposite side, padded with -1
+    listed: tuple[
+        Tensor | None, ...
+    ]  # (b, K) further positives of the opposite side, padded with -1
     all_embeddings: Tensor  # (2, P, D) of all ranks, with gradient
     all_ids: Tensor  # (2, P)
     negatives: Tensor  # (n, D) mined right items of all ranks
@@ -49,19 +53,22 @@ def gather_batch(
     ids: Mapping[str, Tensor],
     weights: Tensor | None,
 ) -> EncodedBatch:
-    """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over ranks."""
+    """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over
+    ranks."""
     check_shapes(embeddings, ids, weights, objective.views)
 
     numbers = {name: values.long() for name, values in ids.items()}
     own_ids = torch.stack([numbers["left_id"], numbers["right_id"]])
-    # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely divides evenly.
+    # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely
+    # divides evenly.
     own_counts = [own_ids.shape[1], len(embeddings.get("negatives", ()))]
     sizes, num_mined = distributed.rank_numbers(own_counts, own_ids.device)
     all_ids = distributed.gather(own_ids.T, sizes).T
     num_items = {"left": objective.num_left, "right": objective.num_right}
     most_copies = check_values(embeddings, numbers, weights, all_ids, num_items, objective.views)
 
-    # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses its digits.
+    # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses
+    # its digits.
     precision = torch.float64 if embeddings["left"].dtype == torch.float64 else torch.float32
     vectors = {name: tensor.to(precision) for name, tensor in embeddings.items()}
     pair = [vectors["left"], vectors["right"]]
@@ -118,7 +125,8 @@ def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[
 
 
 def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
-    """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C = 2P)."""
+    """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C =
+    2P)."""
     total = sum(batch.sizes)
     own = batch.batch_rows
     image = batch.ids[0]
@@ -151,7 +159,8 @@ def known_positives(
     most_copies: int,
     listed: Tensor | None,
 ) -> Tensor:
-    """(A, K) ascending ids that are not negatives of the anchors, each once, padded in front with -1.
+    """(A, K) ascending ids that are not negatives of the anchors, each once, padded in front with
+    -1.
 
     Args:
         ids, partners: (A,) the anchors' items, and those that they are paired with.

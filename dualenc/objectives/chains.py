@@ -1,13 +1,13 @@
 """Markov chains on the corpus, one per anchor and kept from step to step: what EMC2 and ISIR share.
 
-Shapes as in `anchors`, with C proposals, S items that a state stands for (1; for ISIR with views an image's 2), R draws
-from the corpus.
+Shapes as in `anchors`, with C proposals, S items that a state stands for (1; for ISIR with views an
+image's 2), R draws from the corpus.
 
-The state of a chain is one integer, the *key* of the pair that its item came with, so that copies of a document that
-several queries share are distinguished:
+The state of a chain is one integer, the *key* of the pair that its item came with, so that copies
+of a document that several queries share are distinguished:
 
-    key = item·(anchors' ids + 1) + (id of the pair's other item + 1)      two towers; + 0 for a draw without a pair
-    key = item                                                             views
+    key = item·(anchors' ids + 1) + (id of the pair's other item + 1)      two towers; + 0 for a
+    draw without a pair key = item                                                             views
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dualenc.objectives.anchors import PADDING, Anchors, find, is_listed, log_me
 from dualenc.objectives.base import Estimate, Objective
 from dualenc.objectives.checks import check_count
 from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.item_tables import first_occurrence, write_rows
 from dualenc.objectives.memory import EmbeddingMemory, draw_per_anchor
-from dualenc.objectives.tables import first_occurrence, write_rows
 
 NO_STATE = PADDING
 
@@ -47,24 +47,27 @@ class ChainPlan(NamedTuple):
     chain: ChainState
     keys: Tensor  # (X, C) the proposals
     outside: Tensor  # (X, r + A·S) this rank's share of the R draws, then states outside the batch; or -1
-    num_drawn: list[int]  # how many draws each rank encodes; empty where the batch makes the proposals
+    num_drawn: list[
+        int
+    ]  # how many draws each rank encodes; empty where the batch makes the proposals
     walk: Any = None  # of EMC2, where it needs nothing that is yet to be encoded
 
 
 class ChainObjective(Objective):
-    """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from step to step.
+    """Base of the objectives whose negatives come from a Markov chain per anchor that is kept from
+    step to step.
 
-    A chain starts on a draw from the softmax over the latest embeddings of up to `recent` items, and once more when
-    these are complete for the first time. From them comes the value of the loss, too, where the corpus has no more than
-    `recent` items; the proposals of a larger one underestimate log Z by several nats at small τ, so `reports_loss` is
-    False then.
+    A chain starts on a draw from the softmax over the latest embeddings of up to `recent` items,
+    and once more when these are complete for the first time. From them comes the value of the loss,
+    too, where the corpus has no more than `recent` items; the proposals of a larger one
+    underestimate log Z by several nats at small τ, so `reports_loss` is False then.
 
     Args:
-        proposals: "batch", the other items of the batch: the corpus is then the multiset of the pairs' items. Or R, the
-            number of items drawn uniformly from the whole id space, encoded once and shared by all chains: every item
-            then counts once.
-        recent: of how many items of each side the latest embeddings are kept, for chains to start on and for the value
-            of the loss. 0 keeps none: chains start on their first batch.
+        proposals: "batch", the other items of the batch: the corpus is then the multiset of the
+            pairs' items. Or R, the number of items drawn uniformly from the whole id space, encoded
+            once and shared by all chains: every item then counts once.
+        recent: of how many items of each side the latest embeddings are kept, for chains to start
+            on and for the value of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
     """
 
@@ -76,14 +79,17 @@ class ChainObjective(Objective):
     needs_encode = True
     takes_mined = False  # they are no uniform proposals
 
-    def __init__(self, *, proposals: Literal["batch"] | int = "batch", recent: int = 4096, **common: Any) -> None:
+    def __init__(
+        self, *, proposals: Literal["batch"] | int = "batch", recent: int = 4096, **common: Any
+    ) -> None:
         super().__init__(**common)
         if proposals != "batch":
             check_count("proposals", proposals)  # type: ignore[arg-type]
         check_count("recent", recent, 0)
         self.proposals = proposals
         self.recent = recent
-        # In-batch proposals are uniform in random batches only; draws from the corpus weigh every item once.
+        # In-batch proposals are uniform in random batches only; draws from the corpus weigh every
+        # item once.
         self.remedy_for_other_batches = "proposals=64" if proposals == "batch" else None
         self.corpus.counts_pairs = proposals == "batch"
         # With views one for each view: a chain for both would be biased at small τ.
@@ -125,7 +131,8 @@ class ChainObjective(Objective):
         raise TypeError(f"{type(self).__name__} does not define keys_of_draws")
 
     def visit(self, anchors: Anchors) -> tuple[ChainState, Tensor]:
-        """Remember the batch; where the anchors' chains are, and the keys (X, C) that are proposed to them."""
+        """Remember the batch; where the anchors' chains are, and the keys (X, C) that are proposed
+        to them."""
         batch_keys = self.keys_of(anchors.candidate_items)
         if self.proposals == "batch" and not self.views:
             # The other item of its pair distinguishes copies of an item.
@@ -137,7 +144,8 @@ class ChainObjective(Objective):
         if self.views:
             chains = anchors.candidate_items[:, anchors.batch_rows]
         state = self.state[chains]
-        # A state may have become a positive since it was stored: lists of positives come with the batch.
+        # A state may have become a positive since it was stored: lists of positives come with the
+        # batch.
         is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
         self.record(chains_begun=started.double().mean())
@@ -149,12 +157,17 @@ class ChainObjective(Objective):
             sizes = [self.corpus.num_ids(direction) or 1 for direction in anchors.directions]
             number = int(self.proposals)
             drawn = [self.draws.integers(size, number, device=state.device) for size in sizes]
-            keys = self.keys_of_draws(torch.stack(drawn))  # of (X, R) uniform draws from the id spaces
+            keys = self.keys_of_draws(
+                torch.stack(drawn)
+            )  # of (X, R) uniform draws from the id spaces
         is_found, column = find(self.items_of(keys), self.items_of_state(state))
-        return ChainState(chains, state, started, start_scores, log_partition, is_found, column), keys
+        return ChainState(
+            chains, state, started, start_scores, log_partition, is_found, column
+        ), keys
 
     def plan_encoding(self, chain: ChainState, keys: Tensor, needed: Tensor) -> ChainPlan:
-        """What to embed: this rank's share of the draws, and the states needed (X, A) that no proposal stands for."""
+        """What to embed: this rank's share of the draws, and the states needed (X, A) that no
+        proposal stands for."""
         items = self.items_of_state(chain.state)  # (X, A, S)
         is_known = chain.is_found | ~needed[..., None]
         states = items.masked_fill(is_known, PADDING).flatten(1)
@@ -164,8 +177,11 @@ class ChainObjective(Objective):
         own, sizes = distributed.share(self.items_of(keys).T)
         return ChainPlan(chain, keys, torch.cat([own.T, states], dim=1), sizes)
 
-    def embedded(self, anchors: Anchors, plan: ChainPlan, outside: Tensor) -> tuple[Anchors, Tensor]:
-        """The anchors with the proposals as candidates; and (X, A, S) s/τ of states outside them, with gradient."""
+    def embedded(
+        self, anchors: Anchors, plan: ChainPlan, outside: Tensor
+    ) -> tuple[Anchors, Tensor]:
+        """The anchors with the proposals as candidates; and (X, A, S) s/τ of states outside them,
+        with gradient."""
         num_drawn = 0
         if plan.num_drawn:
             num_drawn = plan.num_drawn[distributed.rank()]
@@ -181,23 +197,34 @@ class ChainObjective(Objective):
         return anchors, similarities / anchors.temperature
 
     def chain_losses(
-        self, block: Anchors, chain: ChainState, weights: Tensor, scores: Tensor, state_scores: Tensor
+        self,
+        block: Anchors,
+        chain: ChainState,
+        weights: Tensor,
+        scores: Tensor,
+        state_scores: Tensor,
     ) -> Tensor:
-        """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ), over scores (X, a, C) of the proposals and
-        (X, a, S) of the states, with weights (X, a, C + S)."""
+        """(X, a) losses with the gradient Σ_c w_c·∇(s_c/τ) − ∇(s⁺/τ), over scores (X, a, C) of the
+        proposals and (X, a, S) of the states, with weights (X, a, C + S)."""
         all_scores = torch.cat([scores, state_scores], dim=-1)
         positive = block.positive_scores
         log_partition = chain.log_partition
         if not self.reports_loss:
-            # The proposals are uniform draws from the corpus, but fewer than what is remembered of a small one.
+            # The proposals are uniform draws from the corpus, but fewer than what is remembered of
+            # a small one.
             logits = scores.detach().masked_fill(block.not_negative, -torch.inf)
             by_proposals = log_mean(logits) + self.corpus.log_num_negatives(block)
-            by_memory = log_partition.isfinite() & all(memory.has_every_slot for memory in self.memories)
+            by_memory = log_partition.isfinite() & all(
+                memory.has_every_slot for memory in self.memories
+            )
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, weights, positive)
 
-    def store(self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]) -> None:
-        """Write new states (X, A) and values (X, A) of further tables; a chain takes its first anchor's state."""
+    def store(
+        self, anchors: Anchors, chain: ChainState, state: Tensor, *tables: tuple[Tensor, Tensor]
+    ) -> None:
+        """Write new states (X, A) and values (X, A) of further tables; a chain takes its first
+        anchor's state."""
         had_state = ~chain.started
         moved = had_state & (state != chain.state)
         self.record(chains_moved=moved.sum() / had_state.sum().clamp(min=1))
@@ -224,7 +251,8 @@ class ChainObjective(Objective):
                 states[x].fill_(NO_STATE)
 
     def _starts(self, anchors: Anchors, started: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log Z by what is remembered; NO_STATE and -inf for none."""
+        """(X, A) keys to start on, (X, A) their s/τ, (X, A) log Z by what is remembered; NO_STATE
+        and -inf for none."""
         no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
         # Drawn even where unused: the number of draws must not depend on what is remembered.
         uniform = self.draws.uniform(2, len(anchors.directions), anchors.num_batch, like=no_scores)

@@ -1,4 +1,5 @@
-"""Checks of what callers pass: one line that names the argument. All values of a batch are read in one transfer."""
+"""Checks of what callers pass: one line that names the argument. All values of a batch are read in
+one transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
 
-# Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by twice that.
+# Rounding to bfloat16 moves the norm of a unit vector by 0.4 % at most, normalising in bfloat16 by
+# twice that.
 NORM_TOLERANCE = 0.01
 
 SIDE_OF_IDS = {
@@ -37,7 +39,8 @@ def fail(argument: str, problem: str) -> NoReturn:
 
 
 def names_class(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method: its errors of arguments begin with the class, such as "SogCLR: gamma is …"."""
+    """Decorate a method: its errors of arguments begin with the class, such as "SogCLR: gamma is
+    …"."""
 
     @functools.wraps(method)
     def call(self: object, *positional: Any, **named: Any) -> Any:
@@ -118,7 +121,8 @@ def _kind_of(value: Any) -> str:
 def check_shapes(
     embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
 ) -> None:
-    """Refuse shapes, types and devices of a batch that do not fit: embeddings (b, D), ids by name, weights (b,)."""
+    """Refuse shapes, types and devices of a batch that do not fit: embeddings (b, D), ids by name,
+    weights (b,)."""
     left = embeddings["left"]
     for name, tensor in embeddings.items():
         num_rows = len(tensor) if name == "negatives" else len(left)
@@ -138,8 +142,13 @@ def check_shapes(
         is_list = name.endswith("positives")
         fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
         if not fits or not are_ids(values):
-            expected_ids = f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
-            fail(name, f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}")
+            expected_ids = (
+                f"({len(rows)}, K) integer ids" if is_list else f"{len(rows)} integer ids"
+            )
+            fail(
+                name,
+                f"has shape {tuple(values.shape)} ({values.dtype}); it must hold {expected_ids}",
+            )
         if values.device != rows.device:
             fail(name, f"is on {values.device}, the embeddings are on {rows.device}; move it there")
     if weights is not None:
@@ -161,7 +170,8 @@ def check_values(
     num_items: Mapping[str, int | None],
     views: bool,
 ) -> int:
-    """Refuse ids out of range, norms other than 1 and bad weights; the most pairs of the batch that share one item.
+    """Refuse ids out of range, norms other than 1 and bad weights; the most pairs of the batch that
+    share one item.
 
     Args:
         embeddings, ids, weights, views: see `check_shapes`.
@@ -184,9 +194,13 @@ def check_values(
         elif name in ids:
             _check_ids(name, low, high, num_items[SIDE_OF_IDS[name]])
         elif name == "weights" and not 0 <= low <= high < math.inf:
-            fail(name, f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more")
+            fail(
+                name, f"holds numbers in [{low:.4g}, {high:.4g}]; they must be finite and 0 or more"
+            )
         elif name == "differ" and high:
-            fail("right_id", "differs from left_id; with views=True both views carry the image's id")
+            fail(
+                "right_id", "differs from left_id; with views=True both views carry the image's id"
+            )
     _, most_copies = extremes.get("copies", (0.0, 0.0))
     return int(most_copies)
 
@@ -238,11 +252,15 @@ def check_encoded_rows(embeddings: Tensor, num_ids: int, dimension: int) -> None
         fail("encode", f"gave what is {_kind_of(embeddings)} for {num_ids} ids; {expected}")
     if embeddings.shape != (num_ids, dimension) or not embeddings.is_floating_point():
         actual = f"{tuple(embeddings.shape)} ({embeddings.dtype})"
-        fail("encode", f"gave shape {actual} for {num_ids} ids; it must be float ({num_ids}, {dimension})")
+        fail(
+            "encode",
+            f"gave shape {actual} for {num_ids} ids; it must be float ({num_ids}, {dimension})",
+        )
 
 
 def check_encoded(embeddings: Tensor) -> None:
-    """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor 0."""
+    """Refuse embeddings (…, D) from `encode` that are not finite, or whose norm is neither 1 nor
+    0."""
     norms = row_norms(embeddings)
     # Some encoders give zeros for an empty item.
     for extremes in read_extremes({"encode": norms.masked_fill(norms == 0, 1.0)}).values():

@@ -9,9 +9,11 @@ from dualenc.seeds import derive_seed
 
 
 class SharedRandom(nn.Module):
-    """A random stream that all ranks share: each draws for the whole global batch, then takes its own rows.
+    """A random stream that all ranks share: each draws for the whole global batch, then takes its
+    own rows.
 
-    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and number of ranks.
+    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and
+    number of ranks.
 
     Args:
         seed: start of the sequence.
@@ -23,7 +25,8 @@ class SharedRandom(nn.Module):
         self.position = 0
 
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
-        """Draws in [0, 1) on the device of `like`; in double precision, which inverse CDFs of large corpora need."""
+        """Draws in [0, 1) on the device of `like`; in double precision, which inverse CDFs of large
+        corpora need."""
         generator = self._next(like.device)
         return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float64)
 

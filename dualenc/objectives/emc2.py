@@ -1,4 +1,5 @@
-"""EMC²: a Metropolis–Hastings chain per anchor draws its negatives from the softmax. Shapes: see `chains`."""
+"""EMC²: a Metropolis–Hastings chain per anchor draws its negatives from the softmax. Shapes: see
+`chains`."""
 
 from __future__ import annotations
 
@@ -22,20 +23,23 @@ class Walk(NamedTuple):
 
 
 class EMC2(ChainObjective):
-    """Negatives are weighted by the visits of a Metropolis–Hastings chain on the corpus, kept per anchor between steps.
+    """Negatives are weighted by the visits of a Metropolis–Hastings chain on the corpus, kept per
+    anchor between steps.
 
     Each proposal z' in turn, in random order, is accepted in place of the state z with probability
 
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
-    The weight of an item is the share of the steps after burn-in that the chain spends on it; s(x, z) is stored from
-    when z was accepted. Source: Yau et al. 2024 (arXiv:2404.10575), Algorithm 1 and Eq. 11. With proposals drawn from
-    the corpus the stationary law is the softmax over all negatives; the items of one batch come without repetition,
-    which leaves a small bias. The walk runs on the CPU, which holds the (X, A, C) scores of the step.
+    The weight of an item is the share of the steps after burn-in that the chain spends on it; s(x,
+    z) is stored from when z was accepted. Source: Yau et al. 2024 (arXiv:2404.10575), Algorithm 1
+    and Eq. 11. With proposals drawn from the corpus the stationary law is the softmax over all
+    negatives; the items of one batch come without repetition, which leaves a small bias. The walk
+    runs on the CPU, which holds the (X, A, C) scores of the step.
 
     Args:
         burn_in: share of the proposals before steps count, in [0, 1).
-        **chains: see `ChainObjective`; proposals="batch" is the paper's choice, one pass through the batch.
+        **chains: see `ChainObjective`; proposals="batch" is the paper's choice, one pass through
+            the batch.
     """
 
     similarity: Tensor
@@ -50,7 +54,8 @@ class EMC2(ChainObjective):
         chain, keys = self.visit(anchors)
         if self.proposals != "batch":
             return self.plan_encoding(chain, keys, needed=chain.state != NO_STATE)
-        # This walk needs scores of the batch only, so that states that do not outlive burn-in are never encoded.
+        # This walk needs scores of the batch only, so that states that do not outlive burn-in are
+        # never encoded.
         walk = self._walk(anchors, self._stored_scores(anchors, chain))
         plan = self.plan_encoding(chain, keys, needed=walk.weights[..., -1] > 0)
         return plan._replace(walk=walk)
@@ -63,7 +68,9 @@ class EMC2(ChainObjective):
         self._store(proposed, plan, walk, start_scores)
         return proposed.in_blocks(self._block_losses, plan.chain, walk, outside_scores)
 
-    def _block_losses(self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor) -> Tensor:
+    def _block_losses(
+        self, block: Anchors, chain: ChainState, walk: Walk, outside_scores: Tensor
+    ) -> Tensor:
         scores = block.scores  # (X, a, C)
         # States in the batch take their gradient through the batch, and are not encoded again.
         in_batch = scores.gather(-1, chain.column)
@@ -77,7 +84,8 @@ class EMC2(ChainObjective):
         return self.keys_of(ids)
 
     def _stored_scores(self, anchors: Anchors, chain: ChainState) -> Tensor:
-        """(X, A) s/τ of the states as remembered; -inf for none, which accepts its first proposal."""
+        """(X, A) s/τ of the states as remembered; -inf for none, which accepts its first
+        proposal."""
         stored = self.similarity[chain.chains].to(anchors.embeddings) / anchors.temperature
         scores = torch.where(chain.started, chain.start_scores, stored)
         return scores.masked_fill(chain.state == NO_STATE, -torch.inf).detach()
@@ -85,10 +93,14 @@ class EMC2(ChainObjective):
     @torch.no_grad()
     def _walk(self, proposed: Anchors, start_scores: Tensor) -> Walk:
         """Run each chain through the proposals in random order."""
-        # One transfer, as each stalls an accelerator: s/τ of the proposals, -inf for no negative, and of the state.
-        logits = torch.cat([proposed.logits, start_scores[..., None]], dim=-1).cpu()  # (X, A, C + 1)
+        # One transfer, as each stalls an accelerator: s/τ of the proposals, -inf for no negative,
+        # and of the state.
+        logits = torch.cat(
+            [proposed.logits, start_scores[..., None]], dim=-1
+        ).cpu()  # (X, A, C + 1)
         num_directions, num_anchors, num_proposals = logits[..., :-1].shape
-        # Order and uniforms are drawn for the global batch: the walk is the same on any number of ranks.
+        # Order and uniforms are drawn for the global batch: the walk is the same on any number of
+        # ranks.
         order = self.draws.permutation(num_proposals, logits.device)
         uniform = self.draws.uniform(num_proposals, num_directions, proposed.num_batch, like=logits)
         if distributed.is_initialized():
@@ -106,7 +118,9 @@ class EMC2(ChainObjective):
         weights[columns] = torch.from_numpy(visits).to(logits.dtype)
         weights = weights.T.reshape(num_directions, num_anchors, num_proposals + 1)
         column = columns[torch.from_numpy(last)].view(num_directions, num_anchors)
-        return Walk(*(part.to(start_scores.device, non_blocking=True) for part in (weights, column)))
+        return Walk(
+            *(part.to(start_scores.device, non_blocking=True) for part in (weights, column))
+        )
 
     @torch.no_grad()
     def _store(self, proposed: Anchors, plan: ChainPlan, walk: Walk, start_scores: Tensor) -> None:
@@ -129,12 +143,15 @@ def metropolis_hastings(
     """Algorithm 1 of Yau et al. 2024 for n chains at once.
 
     Args:
-        start: (n,) s/τ of the state that each chain comes with; -inf for none, which accepts the first proposal.
-        scores, log_uniform: (C, n) of each proposal, in the order of the walk; -inf for no negative.
+        start: (n,) s/τ of the state that each chain comes with; -inf for none, which accepts the
+            first proposal.
+        scores, log_uniform: (C, n) of each proposal, in the order of the walk; -inf for no
+            negative.
         burn_in: share of a chain's proposals before steps count.
 
     Returns:
-        (C + 1, n) share of the counted steps on each proposal and, last, on the start; (n,) where the chain ends.
+        (C + 1, n) share of the counted steps on each proposal and, last, on the start; (n,) where
+        the chain ends.
     """
     num_proposals, num_chains = scores.shape
     is_negative = scores > -np.inf

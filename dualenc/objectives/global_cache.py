@@ -1,4 +1,5 @@
-"""GlobalCache: negatives drawn by what is remembered of the whole corpus, weighed by what they are now.
+"""GlobalCache: negatives drawn by what is remembered of the whole corpus, weighed by what they are
+now.
 
 Shapes: X directions, A anchors of this rank, G of all ranks, C candidates, R draws, D dimension.
 """
@@ -24,29 +25,33 @@ class CachePlan(NamedTuple):
     outside: Tensor  # (X, r) this rank's share of the draws that are not in the batch; -1 elsewhere
     sizes: list[int]  # shares of all ranks
     items: Tensor  # (X, C + R) the candidates of the batch, then the draws; -1 for a draw that is listed before
-    log_weights: Tensor  # (X, C + R) log of how often an item is here over its expectation; -inf for never
+    log_weights: (
+        Tensor  # (X, C + R) log of how often an item is here over its expectation; -inf for never
+    )
     seen_mean: Tensor  # (X, A, D) what each anchor sees of the memory
     log_partition: Tensor  # (X, A) log Z by the memory and, while that is incomplete, the batch; -inf without negatives
 
 
 class GlobalCache(MemoryObjective):
-    """The softmax over the batch and a few shared draws, each weighed by 1 / how often it was to be expected here.
+    """The softmax over the batch and a few shared draws, each weighed by 1 / how often it was to be
+    expected here.
 
-    A step draws R items from q, the mean over the batch's anchors of their softmax over the remembered embeddings,
-    encodes them anew, and compares all anchors with the batch and the draws:
+    A step draws R items from q, the mean over the batch's anchors of their softmax over the
+    remembered embeddings, encodes them anew, and compares all anchors with the batch and the draws:
 
         p(z|x) = n_z·exp(s(x,z)/τ) / ( Z(x)·( (B−1)/(M−1) + R·q(z)/c_z ) )
 
-    with n_z how often z is among batch and draws, M pairs, c_z how many of them z is in, and Z(x) the sum of exp(s/τ)
-    over the memory, or that over batch and draws where it is larger: multiple importance sampling by the balance
-    heuristic (Veach and Guibas 1995, doi:10.1145/218380.218498). What p lacks of 1 goes to the anchor's mean of the
-    memory. docs/objectives.md has its bias.
+    with n_z how often z is among batch and draws, M pairs, c_z how many of them z is in, and Z(x)
+    the sum of exp(s/τ) over the memory, or that over batch and draws where it is larger: multiple
+    importance sampling by the balance heuristic (Veach and Guibas 1995, doi:10.1145/218380.218498).
+    What p lacks of 1 goes to the anchor's mean of the memory. docs/objectives.md has its bias.
 
     Args:
-        extra_encodes: items drawn per pair of the batch, for both directions together: R = extra_encodes·B/2 of each
-            side, at least 1, and with views R = extra_encodes·B views. 0 draws none.
-        pool: look at no more than so many remembered items of each side per step, one at random of every N/pool that
-            follow one another. Of fewer than all `reports_loss` is False.
+        extra_encodes: items drawn per pair of the batch, for both directions together: R =
+            extra_encodes·B/2 of each side, at least 1, and with views R = extra_encodes·B views. 0
+            draws none.
+        pool: look at no more than so many remembered items of each side per step, one at random of
+            every N/pool that follow one another. Of fewer than all `reports_loss` is False.
         **memory: see `MemoryObjective`.
     """
 
@@ -55,10 +60,14 @@ class GlobalCache(MemoryObjective):
         check_range("extra_encodes", extra_encodes, "[0, inf)")
         check_count("pool", pool)
         # How often an item was to be expected in the batch is known for random batches only.
-        self.remedy_for_other_batches = "extra_encodes=0 (the batch alone)" if extra_encodes else None
+        self.remedy_for_other_batches = (
+            "extra_encodes=0 (the batch alone)" if extra_encodes else None
+        )
         self.extra_encodes = extra_encodes
         # Each item of the pool stands for so many.
-        self.strides = [-(-self.corpus.num_items(direction) // pool) for direction in self.directions]
+        self.strides = [
+            -(-self.corpus.num_items(direction) // pool) for direction in self.directions
+        ]
 
     @property
     def reports_loss(self) -> bool:
@@ -84,8 +93,12 @@ class GlobalCache(MemoryObjective):
             seen.append(attention)
         strides = [self.strides[direction] for direction in anchors.directions]
         log_strides = anchors.per_direction(strides).log()  # (X, 1)
-        log_seen = torch.stack([attention.log_sum for attention in seen])[:, anchors.batch_rows]  # (X, A)
-        seen_mean = torch.stack([attention.mean for attention in seen])[:, anchors.batch_rows]  # (X, A, D)
+        log_seen = torch.stack([attention.log_sum for attention in seen])[
+            :, anchors.batch_rows
+        ]  # (X, A)
+        seen_mean = torch.stack([attention.mean for attention in seen])[
+            :, anchors.batch_rows
+        ]  # (X, A, D)
         items, number = with_draws(anchors.candidate_items, torch.stack(draws), anchors.num_batch)
 
         memories = [self.memories[direction] for direction in anchors.directions]
@@ -135,31 +148,44 @@ class GlobalCache(MemoryObjective):
             coordinates = block.embeddings / block.temperature
             all_scores = torch.cat([scores, coordinates], dim=-1)
             positive = block.positive_scores  # (X, a)
-            return Estimate.apply(self.log_odds(log_partition, positive), all_scores, all_weights, positive)
+            return Estimate.apply(
+                self.log_odds(log_partition, positive), all_scores, all_weights, positive
+            )
 
         against_all = anchors.with_candidates(candidates, plan.items // self.num_views)
         width = 4 * candidates.shape[1]
         return against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
 
     def _pool(self, direction: int, like: Tensor) -> Tensor:
-        """(n,) ascending items to look at, one at random of each stretch; N for one beyond the corpus."""
+        """(n,) ascending items to look at, one at random of each stretch; N for one beyond the
+        corpus."""
         num_items = self.corpus.num_items(direction)
         stride = self.strides[direction]
         first = torch.arange(0, num_items, stride, device=like.device)
         items = first + self.draws.integers(stride, len(first), device=like.device)
         return items.clamp(max=num_items)
 
-    def _log_partition(self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor) -> Tensor:
-        """(X, A) log Z: what is seen, whose sum has the log (X, A), stands for the corpus; while items are missing, or
-        where nothing is seen, together with the batch. `hidden` (X, G, K) see `EmbeddingMemory.draw`."""
-        numbers = [self.memories[direction].num_negatives(hidden[x]) for x, direction in enumerate(anchors.directions)]
+    def _log_partition(
+        self, anchors: Anchors, log_seen: Tensor, log_strides: Tensor, hidden: Tensor
+    ) -> Tensor:
+        """(X, A) log Z: what is seen, whose sum has the log (X, A), stands for the corpus; while
+        items are missing, or where nothing is seen, together with the batch. `hidden` (X, G, K) see
+        `EmbeddingMemory.draw`."""
+        numbers = [
+            self.memories[direction].num_negatives(hidden[x])
+            for x, direction in enumerate(anchors.directions)
+        ]
         number = torch.stack(numbers)[:, anchors.batch_rows].to(log_seen) / log_strides.exp()
         is_complete = all(self.memories[direction].holds_corpus for direction in anchors.directions)
         with_batch = (log_seen == -torch.inf) | (not is_complete)
         # Without mined negatives, which are harder than most.
         batch = slice(anchors.num_batch)
-        in_batch = anchors.with_candidates(anchors.candidates[:, batch], anchors.candidate_ids[:, batch])
-        log_batch, num_batch = in_batch.in_blocks(lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives))
+        in_batch = anchors.with_candidates(
+            anchors.candidates[:, batch], anchors.candidate_ids[:, batch]
+        )
+        log_batch, num_batch = in_batch.in_blocks(
+            lambda block: (block.logits.logsumexp(dim=-1), block.num_negatives)
+        )
         number = number + num_batch * with_batch
         log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
         log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
@@ -192,9 +218,11 @@ def mean_shares(
     in_pool: Tensor,
     log_strides: Tensor,
 ) -> Tensor:
-    """(X, n) q of items: the mean over the anchors of all ranks that see anything of their share of the softmax.
+    """(X, n) q of items: the mean over the anchors of all ranks that see anything of their share of
+    the softmax.
 
-    An item outside the pool has its share, had it been in it for those beside it: e^s/(Z + stride·e^s).
+    An item outside the pool has its share, had it been in it for those beside it: e^s/(Z +
+    stride·e^s).
 
     Args:
         queries, hidden, log_sum: of each anchor of this rank, over τ, see `EmbeddingMemory.attend`.

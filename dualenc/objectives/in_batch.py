@@ -1,4 +1,5 @@
-"""Objectives of the batch alone: InfoNCE, DCL, HCL, SigLIP. Shapes: see `anchors`; a anchors of a block."""
+"""Objectives of the batch alone: InfoNCE, DCL, HCL, SigLIP. Shapes: see `anchors`; a anchors of a
+block."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from dualenc.objectives.checks import check_range
 class InfoNCE(Objective):
     """−s⁺/τ + log(exp(s⁺/τ) + Σ_c exp(s_c/τ)) over the negatives c of the batch.
 
-    Source: SimCLR (Chen et al. 2020, arXiv:2002.05709) with views=True, CLIP (Radford et al. 2021, arXiv:2103.00020)
-    otherwise. Positives beyond the anchor's own (captions of the same image, other relevant documents) are left out of
-    the sum, not counted as negatives.
+    Source: SimCLR (Chen et al. 2020, arXiv:2002.05709) with views=True, CLIP (Radford et al. 2021,
+    arXiv:2103.00020) otherwise. Positives beyond the anchor's own (captions of the same image,
+    other relevant documents) are left out of the sum, not counted as negatives.
     """
 
     def block_losses(self, block: Anchors) -> Tensor:
@@ -39,12 +40,14 @@ class DCL(Objective):
 
 
 class HCL(Objective):
-    """InfoNCE with negatives re-weighted by exp(β_h·s/τ) (mean weight 1) and debiased by the class prior τ⁺.
+    """InfoNCE with negatives re-weighted by exp(β_h·s/τ) (mean weight 1) and debiased by the class
+    prior τ⁺.
 
         −log( e⁺ / (e⁺ + G) ),   G = max( (Σ_c w_c e_c − n·τ⁺·e⁺) / (1 − τ⁺), n·exp(−1/τ) )
 
-    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c, n negatives. Source: Robinson et al. 2021 (arXiv:2010.04592),
-    Eq. 2 (hard negatives) and Chuang et al. 2020 (arXiv:2007.00224; β_h = 0, debiased); both at zero give InfoNCE.
+    with e = exp(s/τ), w_c = exp(β_h·s_c/τ) / mean over c, n negatives. Source: Robinson et al. 2021
+    (arXiv:2010.04592), Eq. 2 (hard negatives) and Chuang et al. 2020 (arXiv:2007.00224; β_h = 0,
+    debiased); both at zero give InfoNCE.
 
     Args:
         hardness: β_h ≥ 0, concentration on hard negatives.
@@ -75,12 +78,15 @@ class HCL(Objective):
         # The loss of an anchor without negatives is 0.
         return losses.masked_fill(not_negative.all(dim=-1), 0.0)
 
-    def _debiased(self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor) -> Tensor:
+    def _debiased(
+        self, log_sum: Tensor, log_num: Tensor, positive: Tensor, temperature: Tensor
+    ) -> Tensor:
         """(X, a) log G."""
         # The log of n·τ⁺·e⁺ / Σ_c w_c e_c.
         log_share = log_num + math.log(self.class_prior) + positive - log_sum
         is_difference = log_share < 0
-        # The inner where keeps log1p finite in rows that take the floor, whose gradient would else be NaN.
+        # The inner where keeps log1p finite in rows that take the floor, whose gradient would else
+        # be NaN.
         shrink = torch.log1p(-torch.exp(torch.where(is_difference, log_share, -1.0)))
         difference = log_sum + shrink - math.log1p(-self.class_prior)
         floor = log_num - 1 / temperature
@@ -88,7 +94,8 @@ class HCL(Objective):
 
 
 class SigLIP(Objective):
-    """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor, for comparison: not an estimate of the global loss.
+    """−log σ(s⁺/τ + b) − Σ_c log σ(−(s_c/τ + b)) per anchor, for comparison: not an estimate of the
+    global loss.
 
     Source: Zhai et al. 2023, arXiv:2303.15343, Algorithm 1.
 
@@ -107,7 +114,9 @@ class SigLIP(Objective):
         bias: float = -10.0,
         **common: Any,
     ) -> None:
-        super().__init__(temperature=temperature, learnable_temperature=learnable_temperature, **common)
+        super().__init__(
+            temperature=temperature, learnable_temperature=learnable_temperature, **common
+        )
         check_range("bias", bias, "(-inf, inf)")
         self.bias = nn.Parameter(torch.tensor(float(bias)))
 
@@ -118,7 +127,8 @@ class SigLIP(Objective):
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """(X, a) log Σ_c exp of logits (X, a, C); 0, without gradient, for an anchor without negatives."""
+    """(X, a) log Σ_c exp of logits (X, a, C); 0, without gradient, for an anchor without
+    negatives."""
     has_no_negative = (logits == -torch.inf).all(dim=-1)
     # A row of -inf has a NaN gradient.
     finite_rows = logits.masked_fill(has_no_negative[..., None], 0.0)

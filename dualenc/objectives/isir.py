@@ -13,16 +13,18 @@ from dualenc.objectives.memory import inverse_cdf
 
 
 class ISIR(ChainObjective):
-    """Each negative is weighted by its share of the softmax over the chain's state and all proposals, from which the
-    next state is drawn.
+    """Each negative is weighted by its share of the softmax over the chain's state and all
+    proposals, from which the next state is drawn.
 
-    The softmax over the whole corpus is the chain's invariant law if the proposals are distinct and uniform, and the
-    state counts separately unless it is one of them. Source: Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the
-    weights, Cardoso et al. 2022 (arXiv:2207.06364). Its variance is lower than that of Metropolis–Hastings (`EMC2`),
-    but states outside the batch are always encoded. With views a chain moves between images, each with its two views.
+    The softmax over the whole corpus is the chain's invariant law if the proposals are distinct and
+    uniform, and the state counts separately unless it is one of them. Source: Andrieu, Lee and
+    Vihola 2018 (arXiv:1312.6432); the weights, Cardoso et al. 2022 (arXiv:2207.06364). Its variance
+    is lower than that of Metropolis–Hastings (`EMC2`), but states outside the batch are always
+    encoded. With views a chain moves between images, each with its two views.
 
-    With proposals="batch" copies of an item are distinguished by the other item of their pair. A pair
-    that is in the data twice, both ids alike, is taken for one (docs/objectives.md): leave it out.
+    With proposals="batch" copies of an item are distinguished by the other item of their pair. A
+    pair that is in the data twice, both ids alike, is taken for one (docs/objectives.md): leave it
+    out.
 
     Args:
         **chains: see `ChainObjective`.
@@ -36,9 +38,12 @@ class ISIR(ChainObjective):
         assert outside is not None
         proposed, outside_scores = self.embedded(anchors, plan, outside)
         # Drawn for the global batch, so that any number of ranks makes the same moves.
-        uniform = self.draws.uniform(len(anchors.directions), anchors.num_batch, like=anchors.embeddings)
+        uniform = self.draws.uniform(
+            len(anchors.directions), anchors.num_batch, like=anchors.embeddings
+        )
         uniform = uniform[:, anchors.batch_rows]
-        # A state whose own pair is proposed must not count twice; views of an image are proposed together.
+        # A state whose own pair is proposed must not count twice; views of an image are proposed
+        # together.
         is_proposed, _ = find(plan.keys, plan.chain.state[..., None])
         counts_separately = (plan.chain.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
         log_copies = self._log_copies(plan.keys)
@@ -60,7 +65,9 @@ class ISIR(ChainObjective):
                 weights, drawn = isir_step(logits, state_logits, uniform)
             return self.chain_losses(block, chain, weights, scores, state_scores), drawn
 
-        losses, drawn = proposed.in_blocks(weigh, plan.chain, outside_scores, counts_separately, uniform)
+        losses, drawn = proposed.in_blocks(
+            weigh, plan.chain, outside_scores, counts_separately, uniform
+        )
         self.store(anchors, plan.chain, self._drawn_keys(plan, drawn))
         return losses
 
@@ -79,7 +86,8 @@ class ISIR(ChainObjective):
         return self.keys_of(ids)
 
     def _log_copies(self, keys: Tensor) -> Tensor:
-        """(X, C) log of how often each draw from the corpus is drawn, so that copies count once; 0 for the batch."""
+        """(X, C) log of how often each draw from the corpus is drawn, so that copies count once; 0
+        for the batch."""
         if self.proposals == "batch":
             return torch.zeros_like(keys, dtype=torch.float32)
         ordered = keys.sort(dim=1).values
@@ -100,8 +108,9 @@ class ISIR(ChainObjective):
 
 
 def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One transition of each chain, by log weights of proposals (X, A, C) and of the state (X, A, S), and draws (X, A):
-    (X, A, C + S) the softmax over both; (X, A) the column of the next state, C or more where it stays."""
+    """One transition of each chain, by log weights of proposals (X, A, C) and of the state (X, A,
+    S), and draws (X, A): (X, A, C + S) the softmax over both; (X, A) the column of the next state,
+    C or more where it stays."""
     logits = torch.cat([proposed, states], dim=-1)
     # A row of -inf only is 0/0.
     weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)

@@ -19,7 +19,7 @@ from dualenc.objectives.checks import (
     given,
     names_class,
 )
-from dualenc.objectives.items import Encode
+from dualenc.objectives.outside_items import Encode
 from dualenc.types import Side
 
 SHARED_SETTINGS = (
@@ -35,8 +35,9 @@ class Matryoshka(Objective):
 
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
 
-    Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1, with equal weights.
-    Each length has a copy of the objective with its own memory. Items that several lengths ask for are encoded once.
+    Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1,
+    with equal weights. Each length has a copy of the objective with its own memory. Items that
+    several lengths ask for are encoded once.
 
     Args:
         objective: what is trained at every length.
@@ -56,7 +57,10 @@ class Matryoshka(Objective):
             check_count("dims", length)
         lengths = sorted(dims)
         if not lengths or len(set(lengths)) < len(lengths):
-            fail("dims", f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]")
+            fail(
+                "dims",
+                f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]",
+            )
         self.dims = lengths
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]
         self.objectives = nn.ModuleList(objectives)  # type: ignore[assignment]
@@ -119,7 +123,8 @@ class Matryoshka(Objective):
 
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:
-    """The first d components of unit vectors (n, D), scaled to length one in full precision; zero stays zero."""
+    """The first d components of unit vectors (n, D), scaled to length one in full precision; zero
+    stays zero."""
     if dim == vectors.shape[1]:
         return vectors
     precision = torch.float64 if vectors.dtype == torch.float64 else torch.float32
@@ -148,7 +153,8 @@ class EncodedOnce:
     """`encode(side, ids)` of one step that encodes an item once, however many lengths ask for it.
 
     Args:
-        encode: called for what is not yet encoded; even without new items, since all ranks must make the same calls.
+        encode: called for what is not yet encoded; even without new items, since all ranks must
+            make the same calls.
     """
 
     def __init__(self, encode: Encode) -> None:
@@ -168,7 +174,8 @@ class EncodedOnce:
 
 
 def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> dict[str, Tensor]:
-    """The metrics of the greatest length under their names, those of the others followed by `@d`."""
+    """The metrics of the greatest length under their names, those of the others followed by
+    `@d`."""
     scalars = dict(outputs[max(outputs)].metrics)
     for dim in sorted(outputs, reverse=True)[1:]:
         scalars |= {f"{name}@{dim}": value for name, value in outputs[dim].metrics.items()}

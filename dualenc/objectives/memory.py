@@ -1,6 +1,8 @@
-"""The latest embeddings of a corpus, what anchors see in them, and the base of GlobalCache and NegativeCache.
+"""The latest embeddings of a corpus, what anchors see in them, and the base of GlobalCache and
+NegativeCache.
 
-Shapes: X directions, A anchors of this rank, G of all ranks, K hidden items of each, N items, n of them, D dimension.
+Shapes: X directions, A anchors of this rank, G of all ranks, K hidden items of each, N items, n of
+them, D dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import Objective
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.tables import first_occurrence, write_rows
+from dualenc.objectives.item_tables import first_occurrence, write_rows
 
 MIN_BLOCK_SIZE = 64  # slots
 MAX_BLOCKS = 2**14
@@ -53,13 +55,14 @@ class MemoryPart(NamedTuple):
 class EmbeddingMemory(nn.Module):
     """The latest embedding of each item, divided among ranks; empty slots are never seen.
 
-    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its class. A rank's *rows*
-    are its slots, whole blocks of them. A *key* names an item, and where wanted the pair that it came with: item =
-    key // keys_per_item. Embeddings are in double precision if they come so, else in single precision on a CPU and in
-    half precision on an accelerator.
+    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its
+    class. A rank's *rows* are its slots, whole blocks of them. A *key* names an item, and where
+    wanted the pair that it came with: item = key // keys_per_item. Embeddings are in double
+    precision if they come so, else in single precision on a CPU and in half precision on an
+    accelerator.
 
-    Ranks call every method together, with the same arguments: anchors are those of all ranks. The state dict holds all
-    slots, whatever the number of ranks; `state_dict()` is collective.
+    Ranks call every method together, with the same arguments: anchors are those of all ranks. The
+    state dict holds all slots, whatever the number of ranks; `state_dict()` is collective.
 
     Args:
         num_items: N.
@@ -72,7 +75,9 @@ class EmbeddingMemory(nn.Module):
     counts: Tensor | None  # (N,) how often each item counts; None: once
     num_held: Tensor  # items of this rank, each as often as it counts
 
-    def __init__(self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1) -> None:
+    def __init__(
+        self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1
+    ) -> None:
         super().__init__()
         self.num_items = num_items
         self.num_slots = num_items if num_slots is None else min(num_slots, num_items)
@@ -96,7 +101,8 @@ class EmbeddingMemory(nn.Module):
         return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int, counts: Tensor | None = None) -> None:
-        """Set after how many rows of batches it is complete, and how often each item counts (N,), by default once."""
+        """Set after how many rows of batches it is complete, and how often each item counts (N,),
+        by default once."""
         self.counts = counts
         self._count_all()
         self.num_expected = num_rows if self.has_every_slot else min(num_rows, 2 * self.num_slots)
@@ -108,7 +114,8 @@ class EmbeddingMemory(nn.Module):
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings (n, D) of keys (n,), -1 for none; of a slot's duplicates the first counts."""
+        """Remember embeddings (n, D) of keys (n,), -1 for none; of a slot's duplicates the first
+        counts."""
         own = self._own_slots
         if self.embeddings.shape[1] == 0:
             self.keys = keys.new_full((own.stop - own.start,), PADDING)
@@ -133,7 +140,8 @@ class EmbeddingMemory(nn.Module):
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
-        """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in turn."""
+        """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in
+        turn."""
         step = self.num_refreshes
         self.num_refreshes += 1
         # Epsilon, so that 100 steps of 1 % cover the corpus despite rounding.
@@ -151,9 +159,12 @@ class EmbeddingMemory(nn.Module):
         return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
 
     def num_negatives(self, hidden: Tensor) -> Tensor:
-        """(G,) remembered items that anchors see, each as often as it counts; `hidden` (G, K) see `draw`."""
+        """(G,) remembered items that anchors see, each as often as it counts; `hidden` (G, K) see
+        `draw`."""
         _, is_known = self._find(hidden)
-        return distributed.all_reduce(self.num_held - (self._counts_of(hidden) * is_known).sum(dim=1))
+        return distributed.all_reduce(
+            self.num_held - (self._counts_of(hidden) * is_known).sum(dim=1)
+        )
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor) -> MemoryDraws:
@@ -194,7 +205,8 @@ class EmbeddingMemory(nn.Module):
 
     @torch.no_grad()
     def attend(self, queries: Tensor, hidden: Tensor, slots: Tensor | None = None) -> Attention:
-        """The anchors' softmax: the shares of this rank's items, and the mean that each anchor sees.
+        """The anchors' softmax: the shares of this rank's items, and the mean that each anchor
+        sees.
 
         Args:
             queries, hidden: see `draw`.
@@ -232,7 +244,8 @@ class EmbeddingMemory(nn.Module):
         return Attention(torch.cat(items), torch.cat(shares), mean, log_sum)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Ascending rows (n,) of this rank, of slots or all, in parts; those of all rows are whole blocks."""
+        """Ascending rows (n,) of this rank, of slots or all, in parts; those of all rows are whole
+        blocks."""
         if slots is None or not len(self.keys):
             rows = torch.arange(len(self.keys), device=queries.device)
         else:
@@ -245,9 +258,11 @@ class EmbeddingMemory(nn.Module):
         num_blocks = max(1, PART_ENTRIES // entries_per_block)
         return rows.split(num_blocks * self.block_size)
 
-    def _logits(self, rows: Tensor, queries: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each item's count, -inf
-        for what is not seen."""
+    def _logits(
+        self, rows: Tensor, queries: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each
+        item's count, -inf for what is not seen."""
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
         log_counts = self._counts_of(items).to(queries).log()
@@ -259,7 +274,9 @@ class EmbeddingMemory(nn.Module):
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
         return items, embeddings, logits.scatter_add_(1, column, penalty)
 
-    def _draw_in_block(self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw_in_block(
+        self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
         drawn_rows = []
         drawn_scores = []
@@ -287,7 +304,8 @@ class EmbeddingMemory(nn.Module):
         return is_item if self.counts is None else is_item * self.counts[items.clamp(min=0)]
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
-        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division keeps."""
+        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division
+        keeps."""
         keys = self.keys[rows]
         return keys if self.keys_per_item == 1 else keys // self.keys_per_item
 
@@ -319,7 +337,9 @@ class EmbeddingMemory(nn.Module):
         """Restore from `get_extra_state()`."""
         self.num_seen, self.num_refreshes = state.long().tolist()
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in ("keys", "embeddings"):
             destination[prefix + name] = distributed.gather(getattr(self, name))
@@ -338,8 +358,8 @@ class EmbeddingMemory(nn.Module):
 
 
 class MemoryObjective(Objective):
-    """Base of the objectives that remember the latest embedding of every item, from which the value of the loss is
-    taken; `reports_loss` is False until as many pairs were seen as there are.
+    """Base of the objectives that remember the latest embedding of every item, from which the value
+    of the loss is taken; `reports_loss` is False until as many pairs were seen as there are.
 
     Args:
         **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
@@ -369,25 +389,32 @@ class MemoryObjective(Objective):
             self.memories[direction].count(anchors.num_batch)
 
 
-def draw_per_anchor(memories: Sequence[EmbeddingMemory], anchors: Anchors, uniform: Tensor) -> MemoryDraws:
-    """`EmbeddingMemory.draw` for this rank's anchors, all (X, A), from the memories of their directions.
+def draw_per_anchor(
+    memories: Sequence[EmbeddingMemory], anchors: Anchors, uniform: Tensor
+) -> MemoryDraws:
+    """`EmbeddingMemory.draw` for this rank's anchors, all (X, A), from the memories of their
+    directions.
 
-    Every rank draws for the global batch, by uniform (2, directions, G), so that any number of ranks draws the same.
+    Every rank draws for the global batch, by uniform (2, directions, G), so that any number of
+    ranks draws the same.
     """
     queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
     hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
     draws = []
     for x, direction in enumerate(anchors.directions):
         draws.append(memories[direction].draw(queries[x], hidden[x], uniform[:, direction]))
-    return MemoryDraws(*(torch.stack(values)[:, anchors.batch_rows] for values in zip(*draws, strict=True)))
+    return MemoryDraws(
+        *(torch.stack(values)[:, anchors.batch_rows] for values in zip(*draws, strict=True))
+    )
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
-    """(num_draws,) ascending items, the same on all ranks; item z is drawn num_draws·share_z times, rounded up or down.
+    """(num_draws,) ascending items, the same on all ranks; item z is drawn num_draws·share_z times,
+    rounded up or down.
 
-    One number, uniform (1,) in [0, 1), places all draws at equal distances along the cumulative shares (systematic
-    sampling); all are -1 where all shares are 0. Each rank draws where its shares are, so that any number of ranks
-    makes the same draws.
+    One number, uniform (1,) in [0, 1), places all draws at equal distances along the cumulative
+    shares (systematic sampling); all are -1 where all shares are 0. Each rank draws where its
+    shares are, so that any number of ranks makes the same draws.
     """
     # A first item of share 0, since a rank may have looked at nothing.
     items = pad(attention.items, (1, 0), value=PADDING)
@@ -401,8 +428,9 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(…) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; the last for rows of zeros. By
-    draws (…) in [0, 1), in double precision: no product with the sum reaches a column of weight 0."""
+    """(…) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; the last for
+    rows of zeros. By draws (…) in [0, 1), in double precision: no product with the sum reaches a
+    column of weight 0."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]
@@ -415,7 +443,8 @@ def _by_rank(value: Tensor) -> Tensor:
 
 
 def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(…) where this rank's interval of the cumulative sum of values (ranks, …) starts and ends, and (…) their sum."""
+    """(…) where this rank's interval of the cumulative sum of values (ranks, …) starts and ends,
+    and (…) their sum."""
     ends = values.cumsum(dim=0)
     bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
     return bounds[distributed.rank()], bounds[distributed.rank() + 1], ends[-1]

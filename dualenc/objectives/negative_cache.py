@@ -1,4 +1,5 @@
-"""NegativeCache: a negative per anchor, drawn from the softmax over remembered embeddings. Shapes: see `anchors`."""
+"""NegativeCache: a negative per anchor, drawn from the softmax over remembered embeddings. Shapes:
+see `anchors`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors, find, log_mean
 from dualenc.objectives.base import Estimate
 from dualenc.objectives.checks import check_range
-from dualenc.objectives.items import OutsideEncoder
 from dualenc.objectives.memory import MemoryObjective, draw_per_anchor
+from dualenc.objectives.outside_items import OutsideEncoder
 
 REFRESH_CHUNK = 256  # items of a refresh that are encoded at a time
 
@@ -29,12 +30,14 @@ class DrawPlan(NamedTuple):
 
 
 class NegativeCache(MemoryObjective):
-    """The drawn negative weighs one; it is encoded anew, so the gradient is of the current model, its law a bit old.
+    """The drawn negative weighs one; it is encoded anew, so the gradient is of the current model,
+    its law a bit old.
 
-    Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache" (NeurIPS), Algorithm 1.
-    Each step encodes a share of the corpus anew, the items that waited longest; the items of the batch, mined negatives
-    and the drawn negatives are remembered as they come. Every item of the corpus counts once, however many pairs it is
-    in. With views an image is two items, its left and its right view.
+    Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative cache"
+    (NeurIPS), Algorithm 1. Each step encodes a share of the corpus anew, the items that waited
+    longest; the items of the batch, mined negatives and the drawn negatives are remembered as they
+    come. Every item of the corpus counts once, however many pairs it is in. With views an image is
+    two items, its left and its right view.
 
     Args:
         refresh: ρ in [0, 1], share of the corpus that a step encodes anew (without gradient).
@@ -56,15 +59,20 @@ class NegativeCache(MemoryObjective):
         return super().anchor_losses(anchors, encoder)
 
     def plan(self, anchors: Anchors) -> DrawPlan:
-        uniform = self.draws.uniform(2, len(self.directions), anchors.num_batch, like=anchors.embeddings)
+        uniform = self.draws.uniform(
+            2, len(self.directions), anchors.num_batch, like=anchors.embeddings
+        )
         drawn, _, log_mean_exp = draw_per_anchor(self.memories, anchors, uniform)
         if not self.updates_state:
-            # In training the batch is remembered already; in evaluation there may be nothing to go by.
+            # In training the batch is remembered already; in evaluation there may be nothing to go
+            # by.
             in_batch = anchors.in_blocks(lambda block: log_mean(block.logits))
             log_mean_exp = log_mean_exp.where(log_mean_exp > -torch.inf, in_batch)
         log_partition = log_mean_exp + self.corpus.log_num_negatives(anchors)
         is_found, column = find(anchors.candidate_items, drawn)
-        return DrawPlan(drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition)
+        return DrawPlan(
+            drawn.masked_fill(is_found, PADDING), drawn, is_found, column, log_partition
+        )
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
@@ -84,7 +92,8 @@ class NegativeCache(MemoryObjective):
         return Estimate.apply(value, negative[..., None], weight[..., None], positive)
 
     def _encode_oldest(self, anchors: Anchors, encoder: OutsideEncoder) -> None:
-        """Encode a share of the corpus anew, the items that waited longest; ranks split the work."""
+        """Encode a share of the corpus anew, the items that waited longest; ranks split the
+        work."""
         for direction in anchors.directions:
             memory = self.memories[direction]
             due = memory.due(self.refresh)

@@ -1,6 +1,7 @@
 """MomentumQueue: MoCo's queue of a momentum encoder's embeddings.
 
-Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidates, Q items in a queue, D dimension.
+Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidates, Q items in a
+queue, D dimension.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from dualenc.objectives.checks import check_count, check_range
 
 
 class MomentumQueue(Objective):
-    """−log(e⁺ / (e⁺ + Σ_k e_k)) with the embeddings of a momentum encoder: the partner's, and a queue of past ones.
+    """−log(e⁺ / (e⁺ + Σ_k e_k)) with the embeddings of a momentum encoder: the partner's, and a
+    queue of past ones.
 
-    Source: MoCo (He et al. 2020, arXiv:1911.05722), Algorithm 1, in both directions as in v3 (Chen, Xie and He 2021,
-    arXiv:2104.02057). The momentum encoder is a moving average of the towers, θ̄ ← μ·θ̄ + (1 − μ)·θ after each step:
-    `Trainer` keeps it and gives `forward` its embeddings of the batch, `keys_left` and `keys_right`. Mined negatives
-    join the queue's, with gradient. In the first step the keys of the batch itself are the negatives. A value over
-    fewer negatives is smaller, so `reports_loss` is False until the queue is full.
+    Source: MoCo (He et al. 2020, arXiv:1911.05722), Algorithm 1, in both directions as in v3 (Chen,
+    Xie and He 2021, arXiv:2104.02057). The momentum encoder is a moving average of the towers, θ̄ ←
+    μ·θ̄ + (1 − μ)·θ after each step: `Trainer` keeps it and gives `forward` its embeddings of the
+    batch, `keys_left` and `keys_right`. Mined negatives join the queue's, with gradient. In the
+    first step the keys of the batch itself are the negatives. A value over fewer negatives is
+    smaller, so `reports_loss` is False until the queue is full.
 
     Args:
         queue_size: embeddings of each side in the queue; with views, of both together.
@@ -57,7 +60,8 @@ class MomentumQueue(Objective):
         return losses
 
     def _against_queue(self, anchors: Anchors, keys: Tensor) -> Anchors:
-        """The same anchors against mined negatives and the queues, or while these are empty the batch's keys."""
+        """The same anchors against mined negatives and the queues, or while these are empty the
+        batch's keys."""
         # Behind the candidates of the batch stand mined negatives.
         mined = anchors.candidates[:, anchors.num_batch :]
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
@@ -67,11 +71,14 @@ class MomentumQueue(Objective):
         # Concatenation copies: the queues change before the backward pass.
         queued, queued_ids = zip(*(queue.held(anchors.candidates) for queue in queues), strict=True)
         candidates = torch.cat([mined, torch.stack(queued)], dim=1)  # (X, n + Q, D)
-        return anchors.with_candidates(candidates, torch.cat([mined_ids, torch.stack(queued_ids)], dim=1))
+        return anchors.with_candidates(
+            candidates, torch.cat([mined_ids, torch.stack(queued_ids)], dim=1)
+        )
 
 
 def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
-    """(X, a) −log of the positive's share, whose score is s⁺/τ (X, a), beside the block's negatives."""
+    """(X, a) −log of the positive's share, whose score is s⁺/τ (X, a), beside the block's
+    negatives."""
     logits = torch.cat([positive[..., None], block.logits], dim=-1)  # (X, a, 1 + C)
     return logits.logsumexp(dim=-1) - positive
 
@@ -95,7 +102,8 @@ class EmbeddingQueue(nn.Module):
         self.num_written = 0
 
     def held(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(Q, D) embeddings in no particular order, without gradient, in the precision of `like`; (Q,) their ids."""
+        """(Q, D) embeddings in no particular order, without gradient, in the precision of `like`;
+        (Q,) their ids."""
         if not self.num_written:
             return like.new_zeros(0, like.shape[-1]), self.ids[:0]
         count = min(self.num_written, self.size)
@@ -103,7 +111,8 @@ class EmbeddingQueue(nn.Module):
 
     @torch.no_grad()
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Put embeddings (n, D) of items (n,) in place of the oldest; of more than it can hold, the last."""
+        """Put embeddings (n, D) of items (n,) in place of the oldest; of more than it can hold, the
+        last."""
         if not self.num_written:
             self.embeddings = embeddings.new_zeros(self.size, embeddings.shape[1])
         positions = torch.arange(self.num_written, self.num_written + len(ids), device=ids.device)

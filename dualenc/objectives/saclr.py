@@ -1,4 +1,5 @@
-"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax. Shapes: see `anchors`."""
+"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax. Shapes: see
+`anchors`."""
 
 from __future__ import annotations
 
@@ -12,31 +13,36 @@ from dualenc.objectives.anchors import Anchors, log_count
 from dualenc.objectives.base import Objective, temperature_term
 from dualenc.objectives.checks import check_choice, check_range
 from dualenc.objectives.draws import SharedRandom
-from dualenc.objectives.tables import log_average, write_log_means
+from dualenc.objectives.item_tables import log_average, write_log_means
 
-LOG_NOTHING = -1e4  # log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient
+LOG_NOTHING = (
+    -1e4
+)  # log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient
 
 
 class SACLR(Objective):
-    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q = exp(−‖x − z‖²/(2τ)) and 1/s a moving average.
+    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q = exp(−‖x − z‖²/(2τ)) and 1/s a
+    moving average.
 
-    The I-divergence between the matrix of positives and s·q ("Stochastic approximation to contrastive learning"): row
-    form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6 and Algorithm 2 (one scale). N items, n of them
-    negatives (with views two for each other image). The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is
-    temperature=0.25 here.
+    The I-divergence between the matrix of positives and s·q ("Stochastic approximation to
+    contrastive learning"): row form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6
+    and Algorithm 2 (one scale). N items, n of them negatives (with views two for each other image).
+    The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
 
     The scale is that of Eq. 4,
 
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
-    with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has updated, so that
-    the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean of ξ over anchors, where
-    Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and so an s that is 2N times smaller. Algorithm 1 (line
-    13) has 2α where the text below Eq. 11, as here, has α.
+    with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has
+    updated, so that the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean
+    of ξ over anchors, where Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and so an
+    s that is 2N times smaller. Algorithm 1 (line 13) has 2α where the text below Eq. 11, as here,
+    has α.
 
     Args:
         form: "row" keeps a scale per item, "matrix" one for each direction.
-        negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both its views).
+        negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both
+            its views).
         alpha: share of the positives in the scale, in [0, 1].
         rho: forgetting rate in [0, 1): share of the old scale.
         **common: see `Objective`.
@@ -82,23 +88,28 @@ class SACLR(Objective):
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
         repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
-        # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1 (Eq. 13).
+        # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1
+        # (Eq. 13).
         losses = repulsion - log_positive + log_scale - 1
         fixed_positive = log_kernel(anchors.positive_similarities.detach(), anchors.temperature)
         return losses + temperature_term(fixed_positive, repulsion)
 
     def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(X, A) log of the mean of q over negatives, all or the one that draws (X, A) choose; (X, A) if any exist."""
+        """(X, A) log of the mean of q over negatives, all or the one that draws (X, A) choose; (X,
+        A) if any exist."""
         not_sampled = block.not_negative
         has_negatives = ~not_sampled.all(dim=-1)
         if uniform is not None:
             not_sampled = self._all_but_one(not_sampled, uniform)
         log_kernels = log_kernel(block.similarities, block.temperature)
         log_kernels = log_kernels.masked_fill(not_sampled, LOG_NOTHING)
-        return log_kernels.logsumexp(dim=-1) - log_count(~not_sampled, like=log_kernels), has_negatives
+        return log_kernels.logsumexp(dim=-1) - log_count(
+            ~not_sampled, like=log_kernels
+        ), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
-        """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an image."""
+        """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an
+        image."""
         allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
         count = allowed.sum(dim=-1)
         chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
@@ -107,7 +118,9 @@ class SACLR(Objective):
         not_chosen = ~allowed | (number != chosen[..., None])
         return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
 
-    def _update_scale(self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor) -> Tensor:
+    def _update_scale(
+        self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
+    ) -> Tensor:
         """(X, A) log 1/s with this step's ξ counted in."""
         corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))
         log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)  # log ξ
@@ -124,7 +137,9 @@ class SACLR(Objective):
             all_rows = anchors.gather(rows).flatten()
             # The positive gives every anchor a scale.
             is_usable = torch.ones_like(all_rows, dtype=torch.bool)
-            write_log_means(self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable)
+            write_log_means(
+                self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable
+            )
         self.record(log_scale=log_scale)
         return log_scale
 

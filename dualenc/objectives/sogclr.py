@@ -1,4 +1,5 @@
-"""SogCLR and iSogCLR: each anchor's partition function is a moving average. Shapes: see `anchors`."""
+"""SogCLR and iSogCLR: each anchor's partition function is a moving average. Shapes: see
+`anchors`."""
 
 from __future__ import annotations
 
@@ -10,14 +11,22 @@ from torch import Tensor
 from dualenc.objectives.anchors import Anchors, log_count, log_mean
 from dualenc.objectives.base import Estimate, Objective, temperature_term
 from dualenc.objectives.checks import check_range, fail
-from dualenc.objectives.tables import first_occurrence, log_average, mean_over_duplicates, write_log_means, write_rows
+from dualenc.objectives.item_tables import (
+    first_occurrence,
+    log_average,
+    mean_over_duplicates,
+    write_log_means,
+    write_rows,
+)
 
 
 class SogCLR(Objective):
-    """Negative c of anchor a weighs exp(s_c/τ) / (n·u_a), where u_a tracks the mean of exp(s/τ) over its n negatives.
+    """Negative c of anchor a weighs exp(s_c/τ) / (n·u_a), where u_a tracks the mean of exp(s/τ)
+    over its n negatives.
 
-    Source: Yuan et al. 2022, "Provable stochastic optimization for global contrastive learning", arXiv:2202.12387,
-    Algorithm 1. An anchor's first visit sets its u, whatever the rest of the batch.
+    Source: Yuan et al. 2022, "Provable stochastic optimization for global contrastive learning",
+    arXiv:2202.12387, Algorithm 1. An anchor's first visit sets its u, whatever the rest of the
+    batch.
 
     Args:
         gamma: rate of the moving average, in (0, 1].
@@ -33,18 +42,25 @@ class SogCLR(Objective):
         super().__init__(**common)
         check_range("gamma", gamma, "(0, 1]")
         self.gamma = gamma
-        self.register_buffer("log_u", torch.full((self.corpus.num_rows,), torch.nan))  # NaN: never visited
+        self.register_buffer(
+            "log_u", torch.full((self.corpus.num_rows,), torch.nan)
+        )  # NaN: never visited
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            log_u = self.update_averages(anchors, anchors.in_blocks(lambda block: log_mean(block.logits)))
-            value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores)
+            log_u = self.update_averages(
+                anchors, anchors.in_blocks(lambda block: log_mean(block.logits))
+            )
+            value = self.log_odds(
+                log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores
+            )
             tau = anchors.temperature.expand_as(log_u)
         return anchors.in_blocks(self._weigh, tau, log_u, value)
 
     @staticmethod
     def _weigh(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
-        """(X, a) losses with weights exp(s_c/τ_a)/(n·u_a); the gradient is in s/τ, with the objective's τ."""
+        """(X, a) losses with weights exp(s_c/τ_a)/(n·u_a); the gradient is in s/τ, with the
+        objective's τ."""
         scores = block.scores  # (X, a, C)
         with torch.no_grad():
             not_negative = block.not_negative
@@ -56,7 +72,8 @@ class SogCLR(Objective):
         return losses + temperature_term(positive.detach() / block.temperature, weights.sum(dim=-1))
 
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
-        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a negative so far."""
+        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a
+        negative so far."""
         remembered = self.log_u[anchors.rows].to(log_means)
         log_u = log_average(remembered, log_means, self.gamma)
         if self.updates_state:
@@ -69,16 +86,18 @@ class SogCLR(Objective):
 
 
 class ISogCLR(SogCLR):
-    """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to a range.
+    """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to
+    a range.
 
-    The dual of a constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics are created equal",
-    arXiv:2305.11965, Algorithm 1): with u_a the moving average of the mean of exp(s/τ_a) and weights
-    w_c = exp(s_c/τ_a)/(n·u_a),
+    The dual of a constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics are
+    created equal", arXiv:2305.11965, Algorithm 1): with u_a the moving average of the mean of
+    exp(s/τ_a) and weights w_c = exp(s_c/τ_a)/(n·u_a),
 
-        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c (s_c − s⁺)/τ_a
+        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c
+        (s_c − s⁺)/τ_a
 
-    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in all other objectives;
-    with frozen τ_a it is that of SogCLR.
+    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in
+    all other objectives; with frozen τ_a it is that of SogCLR.
 
     Args:
         radius: ρ ≥ 0; larger radii let temperatures fall further and weights concentrate more.
@@ -137,20 +156,24 @@ class ISogCLR(SogCLR):
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
-        """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN without negatives."""
+        """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN
+        without negatives."""
         similarities = block.similarities  # (X, a, C)
         logits = (similarities / tau[..., None]).masked_fill(block.not_negative, -torch.inf)
         mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
         return log_mean(logits), mean_similarity
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
-        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v, by slopes ∂F_a/∂τ (X, A) of usable anchors (X, A)."""
+        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v, by slopes ∂F_a/∂τ (X, A) of usable
+        anchors (X, A)."""
         rows = anchors.gather(anchors.rows).flatten()
         usable = anchors.gather(usable).flatten()
         # Two captions of one image are two slopes of one temperature.
         slopes = anchors.gather(slope).flatten()
         slope, written = mean_over_duplicates(slopes, usable, first_occurrence(rows))
-        momentum = torch.lerp(self.tau_momentum[rows], slope.to(self.tau), 1 - self.temperature_momentum)
+        momentum = torch.lerp(
+            self.tau_momentum[rows], slope.to(self.tau), 1 - self.temperature_momentum
+        )
         tau = self.tau[rows] - self.temperature_rate * momentum
         write_rows(self.tau_momentum, rows, momentum, written)
         write_rows(self.tau, rows, tau.clamp(self.min_temperature, self.max_temperature), written)

@@ -1,4 +1,5 @@
-"""Documents that are vectors already: an index, embeddings or a collection as one (N, D) matrix, mapped into memory.
+"""Documents that are vectors already: an index, embeddings or a collection as one (N, D) matrix,
+mapped into memory.
 
     documents.npy     the vectors in half precision, row by row as the source numbers them
     documents.json    the fingerprint of that source
@@ -20,20 +21,20 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc import distributed
-from dualenc.checksums import checksums
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_corpus
-from dualenc.data.detect import detect
-from dualenc.data.identity import digest_of
-from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
-from dualenc.data.vectors import load_npy
+from dualenc.data.readers.beir import read_corpus
+from dualenc.data.readers.detect import detect
+from dualenc.data.readers.vectors import load_npy
+from dualenc.data.store.identity import digest_of
+from dualenc.data.store.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, write_json
-from dualenc.reading import read_json_object
-from dualenc.search.build import STORED_TOLERANCE, Database, as_queries, subtracts_mean
-from dualenc.search.engines import open_engine
-from dualenc.search.index import EMBEDDINGS_META, Index, is_index
-from dualenc.search.pushed import Engine, is_pushed, read_pushed, refuse_url
+from dualenc.io.checksums import checksums
+from dualenc.io.files import atomic_path, write_json
+from dualenc.io.reading import read_json_object
+from dualenc.search.engines.engine import Engine, is_pushed, read_pushed, refuse_url
+from dualenc.search.engines.factory import open_engine
+from dualenc.search.index.build import STORED_TOLERANCE, Database, as_queries, subtracts_mean
+from dualenc.search.index.open import EMBEDDINGS_META, Index, is_index
 
 VECTORS = "documents.npy"
 NOTE = "documents.json"
@@ -43,9 +44,11 @@ SAMPLED_ROWS = 256
 """In each of 16 places."""
 CHECKED_ROWS = 64
 CHECKED_RESULTS = 256
-"""Rows whose vectors are searched before an index is read, and results of each that are compared."""
+"""Rows whose vectors are searched before an index is read, and results of each that are
+compared."""
 MAX_RESIDUAL = 0.1
-"""Largest residual of scores in units of their spread; lookup tables of fast-scan codes leave 0.02, RaBitQ 0.2."""
+"""Largest residual of scores in units of their spread; lookup tables of fast-scan codes leave 0.02,
+RaBitQ 0.2."""
 SAME_SCORE = 1e-3
 """Relative difference of scores that are the same but for rounding."""
 BATCH_ROWS = 1024
@@ -53,7 +56,8 @@ BATCH_ROWS = 1024
 
 
 class ReadRows:
-    """A matrix (N, D) float32 whose rows are read, or computed, when they are taken by slice or by numbers."""
+    """A matrix (N, D) float32 whose rows are read, or computed, when they are taken by slice or by
+    numbers."""
 
     dtype = np.dtype(np.float32)
 
@@ -74,16 +78,18 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         documents = open_documents("index", "runs/adapted")
         documents.vectors[:100], documents.ids[:100], documents.meta["model"]
 
-    Vectors are of length one, except those of a compressed index by cosine, which are what its codes stand for.
+    Vectors are of length one, except those of a compressed index by cosine, which are what its
+    codes stand for.
 
     Args:
-        source: an index, a folder of embeddings, a BEIR folder whose corpus is vectors, or what `dualenc push` wrote.
-        work: folder for the vectors in half precision, unless they can be mapped where they are; a second call with
-            the same source uses them again.
+        source: an index, a folder of embeddings, a BEIR folder whose corpus is vectors, or what
+            `dualenc push` wrote.
+        work: folder for the vectors in half precision, unless they can be mapped where they are; a
+            second call with the same source uses them again.
 
     Raises:
-        DualencError: the source is corrupt or of another kind, its index gives no vectors back, or its inner products
-            are of vectors of different lengths.
+        DualencError: the source is corrupt or of another kind, its index gives no vectors back, or
+            its inner products are of vectors of different lengths.
     """
     refuse_url(source)
     if not isinstance(source, str | Path) or not str(source):
@@ -97,7 +103,9 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
             return documents
         if work is None:
-            raise DualencError(f"{source}: its vectors must be copied to be mapped; name a folder for them")
+            raise DualencError(
+                f"{source}: its vectors must be copied to be mapped; name a folder for them"
+            )
         path = Path(work) / VECTORS
         if distributed.is_main():
             _write_once(documents, path, _checksum_of_rows(source, documents), scale=not is_ready)
@@ -107,7 +115,8 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
 
 
 def fingerprint(source: str | Path) -> str:
-    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint that it stores."""
+    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint
+    that it stores."""
     refuse_url(source)
     source = Path(source)
     if is_pushed(source):
@@ -117,7 +126,8 @@ def fingerprint(source: str | Path) -> str:
 
 
 def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
-    """What identifies copied vectors: of a collection also its ids, which others may have changed."""
+    """What identifies copied vectors: of a collection also its ids, which others may have
+    changed."""
     checksum = _checksum_of_files(source)
     return digest_of(checksum, documents.ids) if is_pushed(source) else checksum
 
@@ -130,7 +140,9 @@ def _checksum_of_files(source: Path) -> str:
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
     names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
     if not names:
-        raise DualencError(f"{source}: no such folder, or an empty one; name an index or embeddings")
+        raise DualencError(
+            f"{source}: no such folder, or an empty one; name an index or embeddings"
+        )
     digest = hashlib.sha256()
     for name, checksum in checksums(source, names).items():
         digest.update(f"{len(name)} {name} {checksum}\n".encode("utf-8", "surrogateescape"))
@@ -178,15 +190,19 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
 
 
 def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
-    """Refuse an index whose vectors do not rank the results of its own searches as these are ranked.
+    """Refuse an index whose vectors do not rank the results of its own searches as these are
+    ranked.
 
-    Searches for a sample of its vectors are compared, each up to a factor and a constant, which change no ranking.
+    Searches for a sample of its vectors are compared, each up to a factor and a constant, which
+    change no ranking.
     """
     rows = np.unique(np.linspace(0, len(index) - 1, CHECKED_ROWS).astype(int))
     vectors = documents.vectors[rows]
     squares, residuals = 0.0, 0.0
     for row, query in zip(rows, as_queries(vectors, index.dim, index.meta["metric"])):
-        scores, found = (part[0] for part in index.search_rows(query, min(CHECKED_RESULTS, len(index))))
+        scores, found = (
+            part[0] for part in index.search_rows(query, min(CHECKED_RESULTS, len(index)))
+        )
         # Its own score would be most of the spread.
         is_other = (found >= 0) & (found != row)
         own = scores[is_other].astype(np.float64)
@@ -233,14 +249,18 @@ def _table_documents(source: Path) -> Embeddings:
     bad_rows = BadRows(source)
     corpus = read_corpus(source, bad_rows=bad_rows)
     if corpus.modality != "vector":
-        raise DualencError(f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`")
+        raise DualencError(
+            f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`"
+        )
     bad_rows.report()
 
     def read(rows: np.ndarray) -> np.ndarray:
         return np.stack([corpus.items[row] for row in rows])
 
     vectors = ReadRows(len(corpus), len(corpus.items[0]), read)
-    return Embeddings(corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns)
+    return Embeddings(
+        corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns
+    )
 
 
 def _check_lengths(documents: Embeddings, source: Path) -> None:
@@ -248,7 +268,9 @@ def _check_lengths(documents: Embeddings, source: Path) -> None:
     blocks = [documents.vectors[start : start + SAMPLED_ROWS] for start in starts]
     lengths = np.linalg.norm(np.concatenate(blocks), axis=1)
     if lengths.max() > (1 + LENGTH_TOLERANCE) * lengths.min():
-        problem = f"compares by inner product, and lengths are {lengths.min():.3g} to {lengths.max():.3g}"
+        problem = (
+            f"compares by inner product, and lengths are {lengths.min():.3g} to {lengths.max():.3g}"
+        )
         raise DualencError(f"{source}: {problem}; index the vectors with --metric cosine")
 
 
@@ -258,7 +280,8 @@ def _are_unit(documents: Embeddings) -> bool:
 
 
 def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) -> None:
-    """Write the vectors as float16, scaled to length one or as they are, unless they are there already."""
+    """Write the vectors as float16, scaled to length one or as they are, unless they are there
+    already."""
     note = path.with_name(NOTE)
     noted = read_json_object(note) if note.is_file() else {}
     if path.is_file() and noted.get("source") == source:

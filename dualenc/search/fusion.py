@@ -20,18 +20,25 @@ def fuse(
     *,
     weights: Sequence[float] | None = None,
 ) -> list[tuple[str, float]]:
-    """Rank fusion: combine rankings of the same query, best first, with weights (R,), by default equal ones.
+    """Rank fusion: combine rankings of the same query, best first, with weights (R,), by default
+    equal ones.
 
-    "rrf" adds 1 / (60 + rank) over the R rankings, whatever the scores (Cormack, Clarke & Büttcher 2009, SIGIR); each
-    is multiplied by its weight, divided by the mean weight. "weighted" adds w · (score − lowest) / (highest − lowest)
-    of each ranking, by default with w = 1 / R (Bruch, Gai & Ingber 2023, arXiv 2210.11934). Ties are in descending
-    order of ids, as trec_eval orders them.
+    "rrf" adds 1 / (60 + rank) over the R rankings, whatever the scores (Cormack, Clarke & Büttcher
+    2009, SIGIR); each is multiplied by its weight, divided by the mean weight. "weighted" adds w ·
+    (score − lowest) / (highest − lowest) of each ranking, by default with w = 1 / R (Bruch, Gai &
+    Ingber 2023, arXiv 2210.11934). Ties are in descending order of ids, as trec_eval orders them.
     """
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
-    are_good = len(weights) == len(rankings) and all(w >= 0 for w in weights) and 0 < sum(weights) < float("inf")
+    are_good = (
+        len(weights) == len(rankings)
+        and all(w >= 0 for w in weights)
+        and 0 < sum(weights) < float("inf")
+    )
     if method not in get_args(Fusion) or not are_good:
         problem = f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings"
-        raise DualencError(f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0")
+        raise DualencError(
+            f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0"
+        )
     mean_weight = sum(weights) / len(weights)
     fused: dict[str, float] = {}
     for ranking, weight in zip(rankings, weights):

@@ -4,10 +4,11 @@
 
 The folder is inside that of the index. A changed index gets a new one with its texts.
 
-Terms are words of any length, as Unicode's NFKC_Casefold writes them: without case, soft hyphens, zero-width spaces and
-joiners; i with the dot of the Turkish capital is i. English stop words are left out, nothing is stemmed. Scripts
-without spaces, and Hangul for its particles, are split into pairs of neighbouring characters, as by Lucene's CJK
-analyzer; a document's single characters are terms as well, for queries of one character.
+Terms are words of any length, as Unicode's NFKC_Casefold writes them: without case, soft hyphens,
+zero-width spaces and joiners; i with the dot of the Turkish capital is i. English stop words are
+left out, nothing is stemmed. Scripts without spaces, and Hangul for its particles, are split into
+pairs of neighbouring characters, as by Lucene's CJK analyzer; a document's single characters are
+terms as well, for queries of one character.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from typing import Any
 import numpy as np
 import regex
 
-from dualenc.arguments import check_several
-from dualenc.checksums import recorded, verify_files
 from dualenc.errors import DualencError, explain
-from dualenc.files import atomic_folder, is_folder_of, write_json
-from dualenc.reading import read_json_object
+from dualenc.io.checksums import recorded, verify_files
+from dualenc.io.files import atomic_folder, is_folder_of, write_json
+from dualenc.io.reading import read_json_object
+from dualenc.types import check_several
 
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
 VERSION = 3
 """Version of the terms: an index and its queries must be split alike."""
 VERSIONS = (2, VERSION)
-"""Versions that are searched. The second kept characters of no width, which split words, and the dot of an i."""
+"""Versions that are searched. The second kept characters of no width, which split words, and the
+dot of an i."""
 K1 = 1.5
 B = 0.75
 """Saturation of the term frequency, strength of the length normalisation."""
@@ -45,7 +47,8 @@ AGAIN = "run dualenc index INDEX --bm25"
 
 
 def _import_bm25s() -> ModuleType:
-    """Import bm25s without JAX, where it is installed: its import tries JAX, which takes most of a GPU's memory."""
+    """Import bm25s without JAX, where it is installed: its import tries JAX, which takes most of a
+    GPU's memory."""
     modules: dict[str, Any] = sys.modules
     jax = modules.get("jax")
     modules["jax"] = None  # whoever imports it is told that it is not there
@@ -96,7 +99,8 @@ def _folded(text: str, version: int) -> str:
 
 
 class Lexical:
-    """BM25 index over the rows of an index (Lucene's variant); create one with `Lexical.build` or `Lexical.open`."""
+    """BM25 index over the rows of an index (Lucene's variant); create one with `Lexical.build` or
+    `Lexical.open`."""
 
     def __init__(self, scorer: Any, count: int, version: int = VERSION) -> None:
         self.scorer = scorer
@@ -108,7 +112,10 @@ class Lexical:
         """Split and index N texts."""
         check_several("texts", texts)
         vocabulary: dict[str, int] = {}
-        ids = [[vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)] for text in texts]
+        ids = [
+            [vocabulary.setdefault(term, len(vocabulary)) for term in split_terms(text)]
+            for text in texts
+        ]
         if not vocabulary:
             raise DualencError("BM25: no text holds a word; is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
@@ -127,31 +134,41 @@ class Lexical:
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], checksum: str, verify: bool = False) -> Lexical:
-        """Open the folder inside that of an index with the `items_checksum`; arrays are memory-mapped.
+        """Open the folder inside that of an index with the `items_checksum`; arrays are
+        memory-mapped.
 
         With `verify` every file is read and compared with its SHA-256.
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
-        meta = read_json_object(folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict})
+        meta = read_json_object(
+            folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict}
+        )
         if meta["ids"] != checksum:
             raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
         if meta["version"] not in VERSIONS:
-            raise DualencError(f"{folder}: splits texts into other words than this version; {AGAIN}")
+            raise DualencError(
+                f"{folder}: splits texts into other words than this version; {AGAIN}"
+            )
         verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             _check_scorer(scorer, meta["count"])
         except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
-            raise DualencError(f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}") from None
+            raise DualencError(
+                f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}"
+            ) from None
         return cls(scorer, meta["count"], meta["version"])
 
-    def search(self, query: str, k: int, allowed_rows: np.ndarray | None = None) -> list[tuple[int, float]]:
+    def search(
+        self, query: str, k: int, allowed_rows: np.ndarray | None = None
+    ) -> list[tuple[int, float]]:
         """The k rows of the highest scores above 0, best first; ties by ascending row.
 
-        With `allowed_rows` (N,) bool only those are returned; document frequencies still count all rows.
+        With `allowed_rows` (N,) bool only those are returned; document frequencies still count all
+        rows.
         """
         terms = split_terms(query, is_query=True, version=self.version)
         in_vocabulary = [term for term in terms if term in self.scorer.vocab_dict]
@@ -164,7 +181,8 @@ class Lexical:
         if allowed_rows is not None:
             matches &= allowed_rows
         rows = np.flatnonzero(matches)
-        # bm25s.retrieve breaks ties arbitrarily; all that tie with the k-th are kept for the stable sort.
+        # bm25s.retrieve breaks ties arbitrarily; all that tie with the k-th are kept for the stable
+        # sort.
         if len(rows) > k:
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
@@ -172,11 +190,16 @@ class Lexical:
 
 
 def _check_scorer(scorer: Any, count: int) -> None:
-    """Raise a `ValueError` for parameters, a vocabulary or arrays that no BM25 index of so many texts has."""
+    """Raise a `ValueError` for parameters, a vocabulary or arrays that no BM25 index of so many
+    texts has."""
     arrays = scorer.scores
     if (type(arrays["num_docs"]), arrays["num_docs"]) != (int, count):
         raise ValueError(f"params has {arrays['num_docs']!r} texts instead of {count}")
-    if np.dtype(scorer.dtype).kind != "f" or np.dtype(scorer.int_dtype).kind not in "iu" or scorer.backend != "numpy":
+    if (
+        np.dtype(scorer.dtype).kind != "f"
+        or np.dtype(scorer.int_dtype).kind not in "iu"
+        or scorer.backend != "numpy"
+    ):
         raise ValueError("params has types of numbers that are not those of an index")
     data, rows, starts = (arrays[name] for name in ("data", "indices", "indptr"))
     if data.dtype.kind != "f" or not {rows.dtype.kind, starts.dtype.kind} <= {"i", "u"}:

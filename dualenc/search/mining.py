@@ -1,7 +1,9 @@
-"""Hard-negative mining: highly ranked documents that are not judged relevant, with likely false negatives removed.
+"""Hard-negative mining: highly ranked documents that are not judged relevant, with likely false
+negatives removed.
 
-For each query: search the nearest documents, drop known positives and their copies, keep a window of ranks, and drop
-candidates that score too close to the positive as likely relevant (Moreira et al. 2024, arXiv 2407.15831).
+For each query: search the nearest documents, drop known positives and their copies, keep a window
+of ranks, and drop candidates that score too close to the positive as likely relevant (Moreira et
+al. 2024, arXiv 2407.15831).
 
     .OUT.mining/rows-00000.jsonl    counts of a block of queries, and its lines
     .OUT.mining/settings.json       a digest of everything that the rows depend on
@@ -28,15 +30,15 @@ from tqdm.auto import tqdm
 
 from dualenc import distributed
 from dualenc.data.corpus import corpora
-from dualenc.data.identity import digest_of, identities
 from dualenc.data.ragged import Ragged, distinct
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.identity import digest_of, identities
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, check_file_target, remove, removed_if_refused, write_json
-from dualenc.hard_negatives import Negatives, Rule, choose_negatives, search_depth
-from dualenc.reading import open_regular, read_json, read_json_object
-from dualenc.search.exact import exact_search
-from dualenc.targets import check_outside
+from dualenc.io.files import atomic_path, check_file_target, remove, removed_if_refused, write_json
+from dualenc.io.reading import open_regular, read_json, read_json_object
+from dualenc.io.targets import check_outside
+from dualenc.search.exact_search import exact_search
+from dualenc.search.hard_negatives import Negatives, Rule, choose_negatives, search_depth
 from dualenc.types import Vectors
 
 if TYPE_CHECKING:
@@ -79,18 +81,21 @@ def mine_negatives(
     device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> Report:
-    """Mine hard negatives: write each query with its positives, its negatives and all scores, one JSON object a line.
+    """Mine hard negatives: write each query with its positives, its negatives and all scores, one
+    JSON object a line.
 
-    An interrupted call is resumed. Processes that all call it, and see the same folder, share the work.
+    An interrupted call is resumed. Processes that all call it, and see the same folder, share the
+    work.
 
-        {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id", "neg_id"}
-        {"anchor", "positive", "negative_1", …, "negative_8"}
+        {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id",
+        "neg_id"} {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    For data of vectors ids replace the texts. The second form has a row for each positive, and leaves out queries with
-    fewer negatives than requested.
+    For data of vectors ids replace the texts. The second form has a row for each positive, and
+    leaves out queries with fewer negatives than requested.
 
     Args:
-        queries: (Q, D) vectors of the pairs' left items, by the ids of `dualenc.data.corpus.corpora(pairs)`.
+        queries: (Q, D) vectors of the pairs' left items, by the ids of
+            `dualenc.data.corpus.corpora(pairs)`.
         documents: (N, D) vectors of the right items, likewise; both of length one for cosines.
         pairs: texts or vectors with their known positives.
         device: to search on, see `exact_search`.
@@ -100,7 +105,9 @@ def mine_negatives(
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     if queries.dim != documents.dim:
-        raise DualencError(f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike")
+        raise DualencError(
+            f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike"
+        )
     check_mined(out)
     target = Path(out)
     folder = _work_folder(target)
@@ -109,7 +116,10 @@ def mine_negatives(
     for source in (queries, documents):
         # Vectors are identified by the checksums of their files, or by their values.
         files = source.meta.get("files")
-        settings += [digest_of(source.ids), json.dumps(files) if files else digest_of(*source.blocks())]
+        settings += [
+            digest_of(source.ids),
+            json.dumps(files) if files else digest_of(*source.blocks()),
+        ]
     fingerprint = {"settings": digest_of(settings)}
     is_main = distributed.is_main()
     path = folder / SETTINGS
@@ -119,7 +129,9 @@ def mine_negatives(
         if is_main:
             write_json(path, fingerprint)
         distributed.barrier()
-        search = NegativeSearch(queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device)
+        search = NegativeSearch(
+            queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device
+        )
         miner = _Miner(search, form, folder)
         num_blocks = miner.write_blocks(progress and is_main)
         distributed.barrier()
@@ -155,11 +167,14 @@ def _is_work(folder: Path) -> bool:
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Refuse a file, or its work folder, that exists, is not empty, and that others have written."""
+    """Refuse a file, or its work folder, that exists, is not empty, and that others have
+    written."""
     check_outside(path)
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
-        raise DualencError(f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}")
+        raise DualencError(
+            f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}"
+        )
     work = _work_folder(Path(path))
     if os.path.lexists(work) and not _is_work(work):
         raise DualencError(f"{work}: exists and was not left by mining; move it away")
@@ -171,8 +186,12 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         keys = json.loads(line).keys() if line else {"query_id", "pos_id"}
     except (ValueError, AttributeError):
         keys = set()
-    if not any(names <= keys for names in ({"query_id", "pos_id"}, {"anchor", "positive", "negative_1"})):
-        raise DualencError(f"{path}: exists and holds no mined negatives; choose another file to write")
+    if not any(
+        names <= keys for names in ({"query_id", "pos_id"}, {"anchor", "positive", "negative_1"})
+    ):
+        raise DualencError(
+            f"{path}: exists and holds no mined negatives; choose another file to write"
+        )
 
 
 def check_modalities(left: Corpus, right: Corpus, form: Form) -> None:
@@ -204,16 +223,20 @@ def paired_scores(
 class Exclusions:
     """The documents that cannot be negatives of a query.
 
-    They are the positives of all queries with its contents, the copies of those, and documents that repeat the query.
+    They are the positives of all queries with its contents, the copies of those, and documents that
+    repeat the query.
     """
 
     def __init__(self, pairs: PairDataset, left: Corpus, right: Corpus) -> None:
         left_hashes = _content_hashes(left)
         contents, self.group = np.unique(_content_hashes(right), return_inverse=True)
         self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
-        # Queries of equal contents under several ids are one query, with the positives of all of them.
+        # Queries of equal contents under several ids are one query, with the positives of all of
+        # them.
         groups, self._query_group = np.unique(left_hashes, return_inverse=True)
-        self._positives = Ragged.from_pairs(self._query_group[pairs.left_id], pairs.right_id, len(groups))
+        self._positives = Ragged.from_pairs(
+            self._query_group[pairs.left_id], pairs.right_id, len(groups)
+        )
         # (num_left,) group of the documents that repeat a query, or -1.
         self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":
@@ -221,7 +244,9 @@ class Exclusions:
             self._repeated = np.where(contents[places] == left_hashes, places, -1)
         # Only in BEIR do the ids of both sides name the same things.
         self._left_ids = left.ids
-        self._right_of_id = {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+        self._right_of_id = (
+            {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
+        )
 
     def of_query(self, query: int) -> np.ndarray:
         """Right ids, ascending, that are no candidates for a left id."""
@@ -245,7 +270,10 @@ def _content_hashes(corpus: Corpus) -> np.ndarray:
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
-        digests = [hashlib.blake2b(value, digest_size=8).digest() for value in identities(corpus.items, rows, True)]
+        digests = [
+            hashlib.blake2b(value, digest_size=8).digest()
+            for value in identities(corpus.items, rows, True)
+        ]
         hashes[rows] = np.frombuffer(b"".join(digests), np.uint64)
     return hashes
 
@@ -281,7 +309,9 @@ class NegativeSearch:
         self._right_id[right_row[with_vector]] = with_vector
         is_scored = (self._left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
         if not is_scored.any():
-            raise DualencError("no query and its positive both have a vector; embed the sides of these pairs")
+            raise DualencError(
+                "no query and its positive both have a vector; embed the sides of these pairs"
+            )
         # (M,) score of each known pair, NaN without vectors
         self.pair_scores = np.full(len(pairs), np.nan, np.float32)
         self.pair_scores[is_scored] = paired_scores(
@@ -294,7 +324,8 @@ class NegativeSearch:
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
     def blocks(self) -> list[list[int]]:
-        """The query ids in blocks that are searched at once, the same for any number of processes."""
+        """The query ids in blocks that are searched at once, the same for any number of
+        processes."""
         starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
         return [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
 
@@ -330,7 +361,8 @@ class _Miner:
     folder: Path
 
     def write_blocks(self, progress: bool) -> int:
-        """Write the unfinished blocks of queries of this process; returns the number of blocks of all processes."""
+        """Write the unfinished blocks of queries of this process; returns the number of blocks of
+        all processes."""
         blocks = self.search.blocks()
         own = range(distributed.rank(), len(blocks), distributed.world_size())
         total = sum(len(blocks[number]) for number in own)
@@ -377,7 +409,8 @@ class _Miner:
         return rows
 
     def _lines(self, query: int, negatives: Negatives) -> list[dict[str, Any]]:
-        """The JSON objects of a query: a row for each positive for sentence-transformers, else one."""
+        """The JSON objects of a query: a row for each positive for sentence-transformers, else
+        one."""
         left = self.search.left
         right = self.search.right
         pairs = self.search.scored_pairs(query)

@@ -1,4 +1,5 @@
-"""Searcher: an index or a pushed collection with its model; texts, images or vectors in, results out."""
+"""Searcher: an index or a pushed collection with its model; texts, images or vectors in, results
+out."""
 
 from __future__ import annotations
 
@@ -11,19 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.decoding import rgb_item
 from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, unit_norm
-from dualenc.encoders.frozen import IndexEncoder
+from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
-from dualenc.files import consistent_read
-from dualenc.search.embed import tower_checksum
-from dualenc.search.engines import open_engine
+from dualenc.io.decoding import rgb_item
+from dualenc.io.files import consistent_read
+from dualenc.search.embed.encode import tower_checksum
+from dualenc.search.engines.engine import Engine, is_pushed, refuse_url
+from dualenc.search.engines.factory import open_engine
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
-from dualenc.search.index import Hit, Index
+from dualenc.search.index.open import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.pushed import Engine, is_pushed, refuse_url
 from dualenc.search.where import meets, parse_conditions
 from dualenc.types import Modality, Side
 
@@ -63,8 +64,8 @@ class Searcher:
 
         Args:
             folder: written by `dualenc index` or `dualenc push`.
-            model: its model folder or name; by default the recorded one, or one of that name beside the index. Or an
-                `IndexEncoder` that was adapted for an index of the same vectors.
+            model: its model folder or name; by default the recorded one, or one of that name beside
+                the index. Or an `IndexEncoder` that was adapted for an index of the same vectors.
             device: for the model.
             hybrid: open the BM25 index, too; None opens it if it exists.
             settings: `nprobe` and `ef_search`, as the index's `search` takes them.
@@ -89,7 +90,8 @@ class Searcher:
 
     @property
     def _side_of(self) -> dict[Modality, Side]:
-        """The side that encodes a query of each modality: not the index's; of images and texts, their own."""
+        """The side that encodes a query of each modality: not the index's; of images and texts,
+        their own."""
         sides: tuple[Side, ...] = ("right", "left")  # of two image towers the left one
         if self.encoder.kind == "query-index":
             sides = ("left",)
@@ -126,17 +128,23 @@ class Searcher:
         Args:
             item: a string, a PIL image, or a vector (D,) for a model of vectors.
             k: how many.
-            where: conditions on columns such as year>=2020 (`parse_conditions`), all of which must hold.
-            filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none. SQL reads whatever
-                the user of the connection may read: only from whoever owns it.
-            hybrid: how to fuse the results of a text's vector with those of BM25; None for the vector alone.
+            where: conditions on columns such as year>=2020 (`parse_conditions`), all of which must
+                hold.
+            filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none.
+                SQL reads whatever the user of the connection may read: only from whoever owns it.
+            hybrid: how to fuse the results of a text's vector with those of BM25; None for the
+                vector alone.
             weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
         """
         side = self.query_side(_modality(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
-            raise DualencError("hybrid search needs a text, and an index that was built with --bm25; leave it out")
+            raise DualencError(
+                "hybrid search needs a text, and an index that was built with --bm25; leave it out"
+            )
         if where and not self.index.column_kinds:
-            raise DualencError("the index was built without --columns to filter by; leave conditions out")
+            raise DualencError(
+                "the index was built without --columns to filter by; leave conditions out"
+            )
         conditions = tuple(parse_conditions(where, self.index.column_kinds))
         depth = min(k if hybrid is None else max(k, FUSION_DEPTH), len(self))
         if isinstance(self.index, Engine):
@@ -160,10 +168,15 @@ class Searcher:
 
     @torch.inference_mode()
     def _vector(self, item: Any, side: Side, may_be_zero: bool = False) -> np.ndarray:
-        """The vector (D,) of a query, of the size of the index, which may contain the first components only."""
+        """The vector (D,) of a query, of the size of the index, which may contain the first
+        components only."""
         tower = self.encoder.tower(side)
-        forward = tower.features if self.index.meta.get("output", "embedding") == "features" else tower
-        device = next((tensor.device for tensor in tower.state_dict().values()), torch.device("cpu"))
+        forward = (
+            tower.features if self.index.meta.get("output", "embedding") == "features" else tower
+        )
+        device = next(
+            (tensor.device for tensor in tower.state_dict().values()), torch.device("cpu")
+        )
         inputs = tower.prepare([rgb_item(item, "the query")])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
         if self.index.dim < encoded.shape[1]:
@@ -190,8 +203,11 @@ def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: flo
     return [hit_of[name]._replace(score=score) for name, score in fused]
 
 
-def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path) -> None:
-    """Refuse a model that neither made the vectors of an index nor was adapted for them, by their checksum.
+def check_encoder(
+    encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path
+) -> None:
+    """Refuse a model that neither made the vectors of an index nor was adapted for them, by their
+    checksum.
 
     Args:
         encoder: the model.
@@ -203,9 +219,16 @@ def check_encoder(encoder: DualEncoder, meta: Mapping[str, Any], dim: int, sourc
     if isinstance(encoder, IndexEncoder):
         if (encoder.documents["model_checksum"], encoder.documents["dim"]) != (recorded, dim):
             remedy = "name that index, or adapt a model to this one"
-            raise DualencError(f"{source}: the model was adapted for an index of other vectors; {remedy}")
-    elif recorded is not None and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
-        raise DualencError(f"{source}: was built with other weights than the model has now; build the index again")
+            raise DualencError(
+                f"{source}: the model was adapted for an index of other vectors; {remedy}"
+            )
+    elif (
+        recorded is not None
+        and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded
+    ):
+        raise DualencError(
+            f"{source}: was built with other weights than the model has now; build the index again"
+        )
     elif recorded is None and encoder.dim > dim:
         problem = f"the index does not say which model made its {dim} numbers, and the model gives {encoder.dim}"
         logger.warning("%s: %s; the first %d are compared", source, problem, dim)
@@ -215,14 +238,19 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
     index: Index | Engine = open_engine(folder) if is_pushed(folder) else Index.open(folder)
     lexical = None
     if hybrid and isinstance(index, Engine):
-        raise DualencError(f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid")
+        raise DualencError(
+            f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid"
+        )
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
-        lexical = consistent_read(folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum))
+        lexical = consistent_read(
+            folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum)
+        )
     return index, lexical
 
 
 def recorded_model(meta: Mapping[str, Any], folder: Path) -> str:
-    """The path or name of the model in a meta.json, or its path beside the folder if both were moved together."""
+    """The path or name of the model in a meta.json, or its path beside the folder if both were
+    moved together."""
     recorded = meta.get("model")
     if not recorded:
         raise DualencError(f"{folder}: does not say which model made it; name one with --model")

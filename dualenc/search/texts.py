@@ -1,4 +1,5 @@
-"""Text store: the whole texts of an index, from which BM25 is built anew and documents are embedded anew.
+"""Text store: the whole texts of an index, from which BM25 is built anew and documents are embedded
+anew.
 
     texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
 
@@ -12,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualenc.checksums import recorded, verify_files
-from dualenc.data.items import ITEMS, ORDER, ItemTable, write_items
-from dualenc.data.vector_shards import read_head
+from dualenc.data.store.items import ITEMS, ORDER, ItemTable, write_items
+from dualenc.data.store.vector_shards import read_head
 from dualenc.errors import DualencError
-from dualenc.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
-from dualenc.search.index import Index, rows_in
+from dualenc.io.checksums import recorded, verify_files
+from dualenc.io.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
+from dualenc.search.index.open import Index, rows_in
 from dualenc.search.lexical import Lexical
 from dualenc.types import StrPath
 
@@ -31,7 +32,8 @@ AGAIN = "run dualenc index INDEX --texts"
 
 
 class TextStore:
-    """N texts on disk by their ids; with `verify` every file is read and compared with its SHA-256."""
+    """N texts on disk by their ids; with `verify` every file is read and compared with its
+    SHA-256."""
 
     def __init__(self, folder: StrPath, checksum: str, verify: bool = False) -> None:
         self.folder = Path(folder) / FOLDER
@@ -58,12 +60,15 @@ def has_texts(folder: StrPath) -> bool:
 
 
 def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: bool = False) -> int:
-    """Add a BM25 index, the whole texts or both to the folder of an index; returns the number of texts.
+    """Add a BM25 index, the whole texts or both to the folder of an index; returns the number of
+    texts.
 
     The corpus holds the texts that were indexed, in any order, and perhaps more.
     """
     if corpus.modality != "text":
-        raise DualencError(f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out")
+        raise DualencError(
+            f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out"
+        )
     with locked(folder):
         index = Index.open(folder)
         rows = rows_in(corpus, index, folder)

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import dataset, types
 
-from dualenc.arguments import one_or_several
 from dualenc.errors import DualencError
+from dualenc.types import one_or_several
 
 Kind = Literal["text", "integer", "number", "truth"]
 """Type of a column's values."""
@@ -25,13 +25,15 @@ _COMPARISON = r"\s*(?P<column>[A-Za-z][A-Za-z0-9_]*)\s*(?P<operator>!=|<=|>=|==?
 _QUOTED = r"""\s*(?:"(?:[^"]|"")*"|'(?:[^']|'')*')\s*"""
 _CONDITION = re.compile(rf"{_COMPARISON}(?P<value>.*)", re.S)
 _PART = re.compile(rf"(?:{_COMPARISON})?(?P<value>{_QUOTED}|[^,]*),")
-"""A condition with its first value, or one more value. A single quote that does not close is an apostrophe."""
+"""A condition with its first value, or one more value. A single quote that does not close is an
+apostrophe."""
 _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 """The operators that only numbers take."""
 
 
 class Condition(NamedTuple):
-    """A column compared with a value; with several, "=" is any of them and "!=" none. Missing values meet none."""
+    """A column compared with a value; with several, "=" is any of them and "!=" none. Missing
+    values meet none."""
 
     column: str
     operator: Operator
@@ -42,20 +44,26 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
     """Parse conditions, all of which must hold.
 
     Args:
-        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come as two words. A
-            value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or the whole word is:
-            `"author=Doe, Jane"`. A doubled quote stands for one.
+        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come
+            as two words. A value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or
+            the whole word is: `"author=Doe, Jane"`. A doubled quote stands for one.
         kinds: types of the columns, by name.
     """
     conditions: list[Condition] = []
     for name, sign, texts in _split(list(one_or_several(words))):
         if name not in kinds:
-            remedy = f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
+            remedy = (
+                f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
+            )
             raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
-            raise DualencError(f"condition: {word!r} orders a column of {kinds[name]} values; give = or !=")
-        conditions.append(Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts)))
+            raise DualencError(
+                f"condition: {word!r} orders a column of {kinds[name]} values; give = or !="
+            )
+        conditions.append(
+            Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts))
+        )
     return conditions
 
 
@@ -67,12 +75,16 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
         for part in [whole] if whole else _PART.finditer(f"{word},"):
             value = _without_quotes(part["value"])
             if part["column"]:
-                conditions.append((part["column"], cast(Operator, part["operator"].replace("==", "=")), [value]))
+                conditions.append(
+                    (part["column"], cast(Operator, part["operator"].replace("==", "=")), [value])
+                )
             elif conditions and conditions[-1][1] in ("=", "!="):
                 conditions[-1][2].append(value)
             else:
                 example = 'year>=2020, lang=en,de or author="Doe, Jane"'
-                raise DualencError(f"{part['value'][:200]!r} is no condition; write for example {example}")
+                raise DualencError(
+                    f"{part['value'][:200]!r} is no condition; write for example {example}"
+                )
     return conditions
 
 
@@ -104,7 +116,9 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         "truth": "true or false",
         "text": "a text",
     }
-    raise DualencError(f"condition: column {name!r} is compared with {word[:200]!r}; give {form[kind]}")
+    raise DualencError(
+        f"condition: column {name!r} is compared with {word[:200]!r}; give {form[kind]}"
+    )
 
 
 def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
@@ -121,9 +135,11 @@ def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
 
 
 def _in_precision_of(column: pa.ChunkedArray, values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Round values to the precision that a column had before it was widened: 0.1 to 0.10000000149 among float32.
+    """Round values to the precision that a column had before it was widened: 0.1 to 0.10000000149
+    among float32.
 
-    Indexes hold the shortest decimals of such columns, 0.1 itself, unless they are of an earlier version.
+    Indexes hold the shortest decimals of such columns, 0.1 itself, unless they are of an earlier
+    version.
     """
     fractions = [value for value in values if isinstance(value, float) and not value.is_integer()]
     if not fractions or not types.is_floating(column.type):
@@ -133,16 +149,20 @@ def _in_precision_of(column: pa.ChunkedArray, values: tuple[Value, ...]) -> tupl
     for kind in (np.float16, np.float32):
         with np.errstate(over="ignore"):
             if (numbers.astype(kind) == numbers).all():
-                # Only what the precision writes so: 0.1, but no fraction with more digits than it has.
+                # Only what the precision writes so: 0.1, but no fraction with more digits than it
+                # has.
                 return tuple(
-                    float(kind(value)) if value in fractions and float(str(kind(value))) == value else value
+                    float(kind(value))
+                    if value in fractions and float(str(kind(value))) == value
+                    else value
                     for value in values
                 )
     return values
 
 
 def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
-    """Evaluate conditions on a table: (N,) bool, the rows that meet all of them; a missing value meets none."""
+    """Evaluate conditions on a table: (N,) bool, the rows that meet all of them; a missing value
+    meets none."""
     combined = pc.scalar(True)
     for name, sign, values in conditions:
         field = pc.field(name)

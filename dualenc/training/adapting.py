@@ -1,4 +1,5 @@
-"""Adapting queries to an index: what is trained, evaluation among the index's vectors, and interpolated weights."""
+"""Adapting queries to an index: what is trained, evaluation among the index's vectors, and
+interpolated weights."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ import torch
 from dualenc.data.corpus import Corpus, used_items
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.pairs import PairDataset
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.frozen import IndexEncoder, interpolate, with_map
+from dualenc.encoders.index_encoder import IndexEncoder, interpolate, with_map
 from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import METRICS, Qrels, Scores, paired_bootstrap, score_queries
 from dualenc.evaluation.retrieval import retrieve
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.evaluators import Evaluator, check_settings, headline_scores
 
@@ -39,7 +40,8 @@ SHARES = tuple(round(step / 10, 1) for step in range(11))
 class QuerySide:
     """Queries of an index: its text model, and what is trained of it.
 
-    A map is trained on query vectors, which the text model, or another one, made once; the text model itself on texts.
+    A map is trained on query vectors, which the text model, or another one, made once; the text
+    model itself on texts.
 
     Args:
         documents: of the index, see `dualenc.search.documents.open_documents`.
@@ -51,7 +53,8 @@ class QuerySide:
         device: to compute on.
 
     Raises:
-        DualencError: no model, one that did not make the index, or queries that cannot be trained so.
+        DualencError: no model, one that did not make the index, or queries that cannot be trained
+            so.
     """
 
     def __init__(
@@ -76,18 +79,23 @@ class QuerySide:
         if modality == "text":
             self.text = self._open_text_model()
         elif trained not in TOWERS:
-            raise DualencError(f"queries are vectors, and {trained} trains a text model; train a perceptron")
+            raise DualencError(
+                f"queries are vectors, and {trained} trains a text model; train a perceptron"
+            )
 
     def _open_text_model(self) -> TextEncoder:
         self.name = self.name or recorded_model(self.documents.meta, Path(self.source))
         model = load_model(self.name, self.device)
         if not isinstance(model, TextEncoder):
-            raise DualencError(f"{self.name}: is of kind {model.kind}; only text models can be adapted")
+            raise DualencError(
+                f"{self.name}: is of kind {model.kind}; only text models can be adapted"
+            )
         check_encoder(model, self.documents.meta, self.documents.dim, self.source)
         return model
 
     def inputs(self, queries: Corpus, name: str) -> Corpus:
-        """Queries as the trained model takes them: texts, or for a map the text model's vectors, embedded once."""
+        """Queries as the trained model takes them: texts, or for a map the text model's vectors,
+        embedded once."""
         if queries.modality != self.modality:
             problem = f"{name} are of kind {queries.modality}, and the queries to train on {self.modality}"
             raise DualencError(f"{problem}; give both as one of them")
@@ -95,12 +103,16 @@ class QuerySide:
             return queries
         dim = self.documents.dim if self.documents.dim < self.text.dim else None
         folder = self.work / name
-        embedded = embed(self.text.left, queries, folder, dim=dim, on_error="raise", progress=f"embed {name}")
+        embedded = embed(
+            self.text.left, queries, folder, dim=dim, on_error="raise", progress=f"embed {name}"
+        )
         return Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
 
     def pairs(self, pairs: PairDataset) -> PairDataset:
         """Pairs of queries as the trained model takes them."""
-        queries = Corpus([str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
+        queries = Corpus(
+            [str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality
+        )
         inputs = self.inputs(queries, "queries")
         return PairDataset(
             inputs.items,
@@ -116,7 +128,10 @@ class QuerySide:
         if self.trained in TOWERS:
             dim = self.documents.dim
             model = VectorEncoder(
-                input_dim or dim, tower=TOWERS[self.trained], right_tower="identity", right_input_dim=dim
+                input_dim or dim,
+                tower=TOWERS[self.trained],
+                right_tower="identity",
+                right_input_dim=dim,
             )
             return model.to(self.device)
         assert self.text is not None
@@ -126,7 +141,8 @@ class QuerySide:
         return IndexEncoder(copy.deepcopy(text), self.documents.meta).to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
-        """The trained model as one of queries over the index, with the ids of the documents of its pairs."""
+        """The trained model as one of queries over the index, with the ids of the documents of its
+        pairs."""
         model = trained
         if self.text is not None and isinstance(trained, VectorEncoder):
             model = with_map(self.text, trained.left)
@@ -137,7 +153,8 @@ class QuerySide:
 
 
 class IndexEvaluator(Evaluator):
-    """Retrieval among vectors that are there: queries are embedded by the model's left tower, documents are not.
+    """Retrieval among vectors that are there: queries are embedded by the model's left tower,
+    documents are not.
 
     Args:
         queries: with ids.
@@ -195,12 +212,17 @@ class IndexEvaluator(Evaluator):
         rows = np.flatnonzero(np.isin(self.queries.ids, list(query_ids)))
         qrels = {name: self.qrels[name] for name in query_ids}
         return IndexEvaluator(
-            self.queries.take(rows), qrels, self.documents, batch_size=self.batch_size, primary=self.primary
+            self.queries.take(rows),
+            qrels,
+            self.documents,
+            batch_size=self.batch_size,
+            primary=self.primary,
         )
 
 
 class Interpolated(NamedTuple):
-    """A model with a share `keep` of its original weights: the scores (Q,) of each task's queries."""
+    """A model with a share `keep` of its original weights: the scores (Q,) of each task's
+    queries."""
 
     keep: float
     scores: dict[str, np.ndarray]
@@ -212,7 +234,8 @@ def score_interpolations(
     tasks: Mapping[str, IndexEvaluator],
     shares: Sequence[float] = SHARES,
 ) -> list[Interpolated]:
-    """Measure the models between an adapted one and the original (Wortsman et al. 2022, arXiv:2109.01903).
+    """Measure the models between an adapted one and the original (Wortsman et al. 2022,
+    arXiv:2109.01903).
 
     Args:
         original, adapted: of the same architecture; neither is changed.
@@ -257,8 +280,8 @@ def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[st
 
 
 def harmless_share(points: Sequence[Interpolated], task: str) -> float:
-    """The smallest share of the original weights that loses nothing on a task against all of them: from it on, the
-    paired 95 % interval of the difference reaches 0."""
+    """The smallest share of the original weights that loses nothing on a task against all of them:
+    from it on, the paired 95 % interval of the difference reaches 0."""
     original = max(points, key=lambda point: point.keep)
     harmless = original.keep
     for point in sorted(points, key=lambda point: -point.keep):

@@ -12,10 +12,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedWeights:
-    """An exponential moving average of the weights that train, and of running statistics; integers are copied.
+    """An exponential moving average of the weights that train, and of running statistics; integers
+    are copied.
 
-    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780), where δ is `decay`, or with
-    `warm_up` min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are soon forgotten.
+    θ̄ ← δ·θ̄ + (1 − δ)·θ after each step (Tarvainen and Valpola 2017, arXiv:1703.01780), where δ is
+    `decay`, or with `warm_up` min(decay, (1 + t)/(10 + t)) at step t, so that the first weights are
+    soon forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float, warm_up: bool = True) -> None:
@@ -23,7 +25,9 @@ class AveragedWeights:
         self.decay = decay
         self.warm_up = warm_up
         self.steps = 0
-        self.average = {name: tensor.detach().clone() for name, tensor in trained_state(model).items()}
+        self.average = {
+            name: tensor.detach().clone() for name, tensor in trained_state(model).items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:

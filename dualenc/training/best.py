@@ -24,8 +24,8 @@ _STATE = ("before", "best", "last", "best_step", "evaluations_without_improvemen
 class BestModel:
     """Evaluates, remembers, is patient, and saves the best weights so far, or the last ones.
 
-    `card(before, metrics, step)` makes the model card's part on the training. Without an evaluator the last weights are
-    saved.
+    `card(before, metrics, step)` makes the model card's part on the training. Without an evaluator
+    the last weights are saved.
 
     Attributes:
         before: metrics of the untrained model.
@@ -90,12 +90,15 @@ class BestModel:
         return self.last
 
     def finish(self, step: int, info: Callable[[str], None]) -> Metrics:
-        """Save the last weights, unless the folder holds better ones; returns the metrics of the saved model."""
+        """Save the last weights, unless the folder holds better ones; returns the metrics of the
+        saved model."""
         if self.best:
             # The folder appears whole, with its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):
                 return self.best
-            info(f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last")
+            info(
+                f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last"
+            )
         self._save(step, self.last)
         return self.last
 
@@ -109,7 +112,8 @@ class BestModel:
         return {"evaluator": self._evaluation} | {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`; numbers of another evaluator are left out, and the best is found anew."""
+        """Restore from `state_dict()`; numbers of another evaluator are left out, and the best is
+        found anew."""
         if state.get("evaluator", self._evaluation) == self._evaluation:
             for name in _STATE:
                 setattr(self, name, state[name])

@@ -1,8 +1,10 @@
-"""The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are complete or absent.
+"""The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are
+complete or absent.
 
 OUTPUT/checkpoints/step-00000500/
-    state.pt      what is the same on all ranks, and the random generators of each; for torch.load(weights_only=True)
-    meta.json     step, fingerprint of the recipe, size and SHA-256 of state.pt
+    state.pt      what is the same on all ranks, and the random generators of each; for
+    torch.load(weights_only=True) meta.json     step, fingerprint of the recipe, size and SHA-256 of
+    state.pt
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from dualenc import distributed
-from dualenc.checksums import recorded, verify_files
-from dualenc.data.identity import plain_values
 from dualenc.data.pairs import PairDataset
+from dualenc.data.store.identity import plain_values
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError, explain
-from dualenc.files import (
+from dualenc.io.checksums import recorded, verify_files
+from dualenc.io.files import (
     atomic_folder,
     check_folder_target,
     is_folder_of,
@@ -38,10 +40,10 @@ from dualenc.files import (
     save_tensors,
     write_json,
 )
+from dualenc.io.reading import read_json_object
+from dualenc.io.targets import RUN, RUN_FILES, check_outside
 from dualenc.objectives.base import Objective
-from dualenc.reading import read_json_object
 from dualenc.seeds import random_state, seed_everything, set_random_state
-from dualenc.targets import RUN, RUN_FILES, check_outside
 
 LOCK = ".lock"
 META = "meta.json"
@@ -55,16 +57,20 @@ def fingerprint(
     pairs: PairDataset,
     batching: object,
 ) -> dict[str, Any]:
-    """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends on.
+    """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends
+    on.
 
-    Model and objective by their classes, the names and shapes of their weights, and the values of frozen ones, which
-    checkpoints leave out; the model by how it prepares items, objective and batches by their settings too; the data by
-    class, sizes and contents.
+    Model and objective by their classes, the names and shapes of their weights, and the values of
+    frozen ones, which checkpoints leave out; the model by how it prepares items, objective and
+    batches by their settings too; the data by class, sizes and contents.
     """
     # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
-        weights = [(key, list(weight.shape), _frozen_sum(weight)) for key, weight in module.named_parameters()]
+        weights = [
+            (key, list(weight.shape), _frozen_sum(weight))
+            for key, weight in module.named_parameters()
+        ]
         digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
         described[name] = type(module).__name__
         described[f"{name}.weights"] = digest
@@ -76,7 +82,9 @@ def fingerprint(
     # Reading all contents takes minutes on large data: once, not on every rank.
     contents = distributed.from_main(pairs.identities)
     kind = type(pairs).__name__
-    described["data"] = f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    described["data"] = (
+        f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+    )
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
     return flatten(plain_values(batching), "batching.") | described
@@ -102,10 +110,11 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Lock a run's folder in this context; all ranks enter it together, the main process holds the lock.
+    """Lock a run's folder in this context; all ranks enter it together, the main process holds the
+    lock.
 
-    The folder is made if it is missing. A folder in which nothing was written is as before at the end: a mistake that
-    comes to light before the first step leaves no trace.
+    The folder is made if it is missing. A folder in which nothing was written is as before at the
+    end: a mistake that comes to light before the first step leaves no trace.
     """
     folder = Path(output)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -118,7 +127,8 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
                 with suppress(FileNotFoundError):
                     if set(os.listdir(folder)) <= {LOCK, META}:
                         remove(folder / META)
-                # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+                # Removed while it is held: whoever waits for a removed lock file notices, and tries
+                # again.
                 Path(lock.lock_file).unlink(missing_ok=True)
                 lock.release()
 
@@ -148,7 +158,9 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
             "trainer.output"
         ) from None
     except OSError as error:
-        problem = f"{folder}: cannot be made or written ({error.strerror}); choose another trainer.output"
+        problem = (
+            f"{folder}: cannot be made or written ({error.strerror}); choose another trainer.output"
+        )
         raise DualencError(problem) from None
 
 
@@ -183,13 +195,16 @@ class Checkpoints:
     `fingerprint` is a flat dict of what must be the same for a resumed run to be the same run.
     """
 
-    def __init__(self, folder: Path, keep: int = 2, fingerprint: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int = 2, fingerprint: dict[str, Any] | None = None
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.fingerprint = fingerprint or {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step` optimizer steps, equal on all ranks, which call it together."""
+        """Write the state after `step` optimizer steps, equal on all ranks, which call it
+        together."""
         # Dropout draws from each rank's own generators.
         ranks = distributed.gather_objects(random_state())
         if distributed.is_main():
@@ -197,7 +212,10 @@ class Checkpoints:
             with atomic_folder(folder, lambda path: (path / STATE).exists(), "checkpoint") as part:
                 part.mkdir()
                 save_tensors(part / STATE, {**state, "ranks": ranks})
-                write_json(part / META, {"step": step, **recorded(part, [STATE]), "fingerprint": self.fingerprint})
+                write_json(
+                    part / META,
+                    {"step": step, **recorded(part, [STATE]), "fingerprint": self.fingerprint},
+                )
             for _, old in self.finished()[: -self.keep]:
                 remove(old)
         distributed.barrier()
@@ -205,15 +223,19 @@ class Checkpoints:
     def finished(self) -> list[tuple[int, Path]]:
         """(step, folder) of every checkpoint, in ascending order."""
         folders = self.folder.glob("step-*")
-        return sorted((int(folder.name[5:]), folder) for folder in folders if folder.name[5:].isdecimal())
+        return sorted(
+            (int(folder.name[5:]), folder) for folder in folders if folder.name[5:].isdecimal()
+        )
 
     def load_latest(self, seed: int) -> dict[str, Any] | None:
         """The state of the latest checkpoint, or None; sets this rank's random generators.
 
-        A rank that the checkpoint does not know (more processes than before) is seeded anew from (seed, rank).
+        A rank that the checkpoint does not know (more processes than before) is seeded anew from
+        (seed, rank).
 
         Raises:
-            DualencError: a file that is missing, cut short or changed, or another recipe or other data.
+            DualencError: a file that is missing, cut short or changed, or another recipe or other
+                data.
         """
         if distributed.is_main():
             recover_inside(self.folder)
@@ -226,7 +248,9 @@ class Checkpoints:
         distributed.from_main(partial(self._verify, folder))
         # weights_only, so that a checkpoint of unknown origin cannot run code.
         with explain(f"{folder / STATE}: damaged", _remedy(folder)):
-            state: dict[str, Any] = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+            state: dict[str, Any] = torch.load(
+                folder / STATE, map_location="cpu", weights_only=True
+            )
         ranks = state.pop("ranks")
         # A run may be resumed on more processes than it was saved by.
         if distributed.rank() < len(ranks):
@@ -240,7 +264,9 @@ class Checkpoints:
         verify_files(folder, [STATE], meta, _remedy(folder), whole=True)
         saved = meta["fingerprint"]
         # What a selector knows follows from other settings.
-        for key in sorted({*saved, *self.fingerprint}, key=lambda key: (key.startswith("batching."), key)):
+        for key in sorted(
+            {*saved, *self.fingerprint}, key=lambda key: (key.startswith("batching."), key)
+        ):
             was = saved.get(key)
             now = self.fingerprint.get(key)
             if was != now:

@@ -26,8 +26,8 @@ from dualenc.training.settings import TrainerSettings
 def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     """The accelerator of one training run; several runs may follow one another in a process.
 
-    Trackers that write files write them to `trackers` in the folder of the run. The time limit counts where the
-    processes meet for the first time.
+    Trackers that write files write them to `trackers` in the folder of the run. The time limit
+    counts where the processes meet for the first time.
     """
     mixed_precision = settings.mixed_precision
     if mixed_precision == "auto":
@@ -39,12 +39,15 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
     for tracker in trackers:
         if tracker not in available:
             known = ", ".join(available) or "none"
-            raise DualencError(f"tracker {tracker!r} is unknown or not installed; install it, or take one of: {known}")
+            raise DualencError(
+                f"tracker {tracker!r} is unknown or not installed; install it, or take one of: {known}"
+            )
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
         message = f"mixed_precision is {mixed_precision}, whatever accelerate was launched with ({launched})"
         warnings.warn(message, stacklevel=2)
-    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of it.
+    # cuBLAS reads this once, before its first product; only deterministic algorithms make use of
+    # it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # The process group of an earlier run stays; only the precision changes.
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != mixed_precision:
@@ -55,12 +58,15 @@ def start_accelerator(settings: TrainerSettings, folder: Path) -> Accelerator:
             cpu=not torch.accelerator.is_available(),
             log_with=trackers or None,
             project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "trackers")),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))],
+            kwargs_handlers=[
+                InitProcessGroupKwargs(timeout=timedelta(minutes=settings.timeout_minutes))
+            ],
         )
 
 
 def has_fast_bf16() -> bool:
-    """Whether the device multiplies bfloat16 faster than float32: GPUs since Ampere, CPUs with AVX512-BF16 or AMX."""
+    """Whether the device multiplies bfloat16 faster than float32: GPUs since Ampere, CPUs with
+    AVX512-BF16 or AMX."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     capabilities = torch.cpu.get_capabilities()

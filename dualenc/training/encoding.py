@@ -26,7 +26,8 @@ Autocast = Callable[[], AbstractContextManager[None]]
 
 @dataclass(eq=False)
 class PlainEncoding:
-    """The forward passes of a batch with their graphs, and the backward pass: memory grows with the batch.
+    """The forward passes of a batch with their graphs, and the backward pass: memory grows with the
+    batch.
 
     One encoding serves many batches; `begin` opens the next.
 
@@ -59,7 +60,8 @@ class PlainEncoding:
         Args:
             side: which tower.
             inputs: the tower's inputs, on any device, first dimension n; {} for no item.
-            out_of_batch: BatchNorm normalises them by the statistics of the batch, and does not add theirs.
+            out_of_batch: BatchNorm normalises them by the statistics of the batch, and does not add
+                theirs.
         """
         if not inputs:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
@@ -72,7 +74,8 @@ class PlainEncoding:
             return self._forward(side, inputs)
 
     def encode_parts(self, *parts: tuple[Side, Inputs], out_of_batch: bool = False) -> list[Tensor]:
-        """Encode several parts of a step, (n, D) each: through shared weights all at once, in fewer passes."""
+        """Encode several parts of a step, (n, D) each: through shared weights all at once, in fewer
+        passes."""
         # BatchNorm would normalise both sides together.
         joined = None
         if self.model.shares_weights and not self.has_batch_norm:
@@ -92,19 +95,23 @@ class PlainEncoding:
     @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
         packed = self.model.tower(side).pack(inputs, self.one_by_one)
-        on_device = {name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()}
+        on_device = {
+            name: tensor.to(self.device, non_blocking=True) for name, tensor in packed.items()
+        }
         with self.autocast(), explain_single_values():
             return self.model(side, on_device)
 
     def _no_rows(self) -> Tensor:
-        """(0, D) with gradient: a rank without items still takes part in the collectives of the backward pass."""
+        """(0, D) with gradient: a rank without items still takes part in the collectives of the
+        backward pass."""
         # Of the weights' precision and device, as the other ranks' rows are.
         weight = next(self.model.parameters())
         return weight.new_zeros(0, self.model.dim).requires_grad_(torch.is_grad_enabled())
 
 
 class EncodeCall(NamedTuple):
-    """A call of `CachedEncoding.encode`, to be repeated with its graph; `leaves` (n, D) get the loss's gradient."""
+    """A call of `CachedEncoding.encode`, to be repeated with its graph; `leaves` (n, D) get the
+    loss's gradient."""
 
     side: Side
     inputs: Inputs
@@ -115,7 +122,8 @@ class EncodeCall(NamedTuple):
 
 @dataclass(eq=False)
 class CachedEncoding(PlainEncoding):
-    """Gradient caching: encodes `chunk_size` items at once, twice, so that memory does not grow with the batch.
+    """Gradient caching: encodes `chunk_size` items at once, twice, so that memory does not grow
+    with the batch.
 
     Other arguments as of `PlainEncoding`.
 
@@ -143,7 +151,8 @@ class CachedEncoding(PlainEncoding):
         self._calls: list[EncodeCall] = []
 
     def encode(self, side: Side, inputs: Inputs, out_of_batch: bool = False) -> Tensor:
-        """Like `PlainEncoding.encode`, but without a graph, to leaves from whose gradients `backward` continues."""
+        """Like `PlainEncoding.encode`, but without a graph, to leaves from whose gradients
+        `backward` continues."""
         if not inputs:
             return self._no_rows()
         chunks = chunk_rows(inputs, self.chunk_size)

@@ -1,6 +1,8 @@
-"""Evaluators: what measures a model during training, on top of the pure functions of `dualenc.evaluation`.
+"""Evaluators: what measures a model during training, on top of the pure functions of
+`dualenc.evaluation`.
 
-`evaluation.probe` is imported where it is called: it brings scikit-learn, 1.6 seconds of the start of every training.
+`evaluation.probe` is imported where it is called: it brings scikit-learn, 1.6 seconds of the start
+of every training.
 """
 
 from __future__ import annotations
@@ -17,20 +19,20 @@ from typing import Any
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.beir import read_beir
 from dualenc.data.corpus import Corpus, held_out, used_items
 from dualenc.data.item_lists import Picked
-from dualenc.data.items import rows_of
 from dualenc.data.labels import align_labels, rows_with_label
 from dualenc.data.pairs import PairDataset
-from dualenc.data.table_pairs import ImageViews
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.readers.beir import read_beir
+from dualenc.data.readers.table_pairs import ImageViews
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError, nearest
-from dualenc.evaluation.image_text import both_ways_recall, match_captions, ranks_of_pairs
+from dualenc.evaluation.image_text_retrieval import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.metrics import METRICS, Scores, mean_scores, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, report_self_matches, retrieve
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from dualenc.types import Modality, Side
 
 
@@ -63,7 +65,9 @@ class Evaluator(ABC):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         """Metrics by name. All ranks call it together; the main process's result counts."""
 
-    def embed(self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **named: Any) -> Embeddings:
+    def embed(
+        self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **named: Any
+    ) -> Embeddings:
         """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar.
 
         Items that cannot be read are left out, and reported once.
@@ -75,7 +79,9 @@ class Evaluator(ABC):
             self._reported |= {what}
             bad_rows = BadRows(what)
             first = found.meta["first_skipped"][0]["reason"]
-            bad_rows.add(f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"])
+            bad_rows.add(
+                f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"]
+            )
             bad_rows.report()
         return found
 
@@ -112,9 +118,11 @@ class RetrievalEvaluator(Evaluator):
     Args:
         path: BEIR folder; or give pairs.
         split: its judgements, qrels/SPLIT.tsv.
-        pairs: held-out pairs; all right items of their data are the corpus, at most 100,000 of them.
+        pairs: held-out pairs; all right items of their data are the corpus, at most 100,000 of
+            them.
         batch_size: items encoded at once.
-        primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at 1, 3, 5, 10 or 100.
+        primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at
+            1, 3, 5, 10 or 100.
     """
 
     def __init__(
@@ -135,10 +143,14 @@ class RetrievalEvaluator(Evaluator):
             self.name = "held-out pairs"
             self.collection = held_out(pairs)
         else:
-            raise DualencError("RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs")
+            raise DualencError(
+                "RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs"
+            )
         report_self_matches(self.name, self.collection, keep_self_matches=False)
         documents = f"{len(self.collection.corpus):,} documents"
-        self.data = (self.name, split) if pairs is None else (f"{self.name} among {documents}", None)
+        self.data = (
+            (self.name, split) if pairs is None else (f"{self.name} among {documents}", None)
+        )
         self.modalities = {
             "left": self.collection.queries.modality,
             "right": self.collection.corpus.modality,
@@ -173,7 +185,9 @@ class ImageTextEvaluator(Evaluator):
 
     data = ("held-out pairs", None)
 
-    def __init__(self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall") -> None:
+    def __init__(
+        self, pairs: PairDataset, *, batch_size: int = 64, primary: str = "mean_recall"
+    ) -> None:
         check_settings("ImageTextEvaluator", batch_size, primary, RECALLS)
         pairs = pairs.relevant()
         self.images, image_rows = used_items(pairs, "left")
@@ -188,7 +202,10 @@ class ImageTextEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         images = self.embed(model, "left", self.images, "held-out images")
         texts = self.embed(model, "right", self.texts, "their captions")
-        image_rows, text_rows = rows_of(self.images.ids, images.ids), rows_of(self.texts.ids, texts.ids)
+        image_rows, text_rows = (
+            rows_of(self.images.ids, images.ids),
+            rows_of(self.texts.ids, texts.ids),
+        )
         found = self._match(image_rows.tolist(), text_rows.tolist())
         return both_ways_recall(ranks_of_pairs(images.vectors, texts.vectors, found))
 
@@ -231,7 +248,9 @@ class KNNEvaluator(Evaluator):
             rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
             ids = [str(row) for row in rows]
             self.corpora.append(Corpus(ids, Picked(images.left_items, rows), "image"))
-            own = align_labels(images.labels[rows], images.class_names, train.class_names, f"KNNEvaluator: {name}")
+            own = align_labels(
+                images.labels[rows], images.class_names, train.class_names, f"KNNEvaluator: {name}"
+            )
             self.labels.append(own)
         if k > len(self.labels[0]):
             problem = f"KNNEvaluator: k is {k}, and {len(self.labels[0])} training images vote"
@@ -251,5 +270,7 @@ class KNNEvaluator(Evaluator):
             labels.append(own_labels[rows_of(corpus.ids, embedded.ids)])
         device = next(model.parameters()).device
         votes = features[0], labels[0]
-        predicted = knn_predict(*votes, features[1], k=self.k, temperature=self.temperature, device=device)
+        predicted = knn_predict(
+            *votes, features[1], k=self.k, temperature=self.temperature, device=device
+        )
         return {"knn_accuracy": accuracy(predicted, labels[1])}

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 class LazyAdamW(torch.optim.AdamW):
     """AdamW that updates, of parameters with sparse gradients, the rows of these gradients only.
 
-    A row's moments and weight decay stand still in the steps that do not use it, while AdamW goes on moving the row by
-    its decaying first moment; the bias correction counts all steps. This is torch's `SparseAdam` with AdamW's decay.
-    Rows that every step uses move as under AdamW (Kingma and Ba 2015, arXiv:1412.6980, Algorithm 1).
+    A row's moments and weight decay stand still in the steps that do not use it, while AdamW goes
+    on moving the row by its decaying first moment; the bias correction counts all steps. This is
+    torch's `SparseAdam` with AdamW's decay. Rows that every step uses move as under AdamW (Kingma
+    and Ba 2015, arXiv:1412.6980, Algorithm 1).
     """
 
     @torch.no_grad()

@@ -24,11 +24,16 @@ PrepareItems = Callable[..., Inputs]
 
 
 def augmentation_seeds(
-    seed: int, epoch: int, ids: Iterable[int], side: Side, stream: Literal["batch", "item"] = "batch"
+    seed: int,
+    epoch: int,
+    ids: Iterable[int],
+    side: Side,
+    stream: Literal["batch", "item"] = "batch",
 ) -> list[int]:
     """One seed per item for its augmentation: of (seed, epoch, pair index, view).
 
-    Stream "item" is of the items that an objective asks for: of (seed, number of the batch, item id, view).
+    Stream "item" is of the items that an objective asks for: of (seed, number of the batch, item
+    id, view).
     """
     return [derive_seed(stream, seed, epoch, index, side) for index in ids]
 
@@ -40,8 +45,10 @@ class Batch(NamedTuple):
         indices: (b,) pair indices; bad samples are missing.
         left_id, right_id: (b,) item ids.
         left, right: inputs of the towers, first dimension b; empty when b is 0.
-        left_positives: (b, K) right ids positive with each left item, padded with -1; None when each has one.
-        right_positives: (b, K) left ids positive with each right item, padded with -1; None when each has one.
+        left_positives: (b, K) right ids positive with each left item, padded with -1; None when
+            each has one.
+        right_positives: (b, K) left ids positive with each right item, padded with -1; None when
+            each has one.
         negatives: inputs of the right tower for n mined negatives; None when there are none.
         negative_id: (n,) their right ids; None when there are none.
         weights: (b,) what each pair's loss is multiplied by; None when all are 1.
@@ -62,7 +69,14 @@ class Batch(NamedTuple):
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
         """Arguments of an objective other than embeddings, on its device."""
-        names = ("left_id", "right_id", "left_positives", "right_positives", "negative_id", "weights")
+        names = (
+            "left_id",
+            "right_id",
+            "left_positives",
+            "right_positives",
+            "negative_id",
+            "weights",
+        )
         parts = {name: part for name in names if (part := getattr(self, name)) is not None}
         return {name: part.to(device, non_blocking=True) for name, part in parts.items()}
 
@@ -107,7 +121,8 @@ class BatchLoader:
             pin_memory=self.pin_memory,
             collate_fn=partial(self._build_or_error, epoch),
             worker_init_fn=forgive_one_sigterm,
-            # A generator of its own: an iterator otherwise draws from, and so shifts, the global one.
+            # A generator of its own: an iterator otherwise draws from, and so shifts, the global
+            # one.
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
@@ -123,7 +138,8 @@ class BatchLoader:
             return error
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
-        """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the augmentation's seeds."""
+        """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the
+        augmentation's seeds."""
         pairs, bad = self._read(indices)
         if without := self._without_tokens(pairs):
             bad += without
@@ -141,7 +157,9 @@ class BatchLoader:
             right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
             left_positives=self._positives("left", left_id),
             right_positives=self._positives("right", right_id),
-            weights=None if self.pairs.weights is None else torch.tensor([pair.weight for pair in pairs]),
+            weights=None
+            if self.pairs.weights is None
+            else torch.tensor([pair.weight for pair in pairs]),
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
         )
@@ -198,7 +216,10 @@ class BatchLoader:
             seeds += range(seed + 1, seed + 1 + len(pair.negatives))
         if not items:
             return {}
-        return {"negatives": self._prepared("right", items, seeds), "negative_id": torch.tensor(ids)}
+        return {
+            "negatives": self._prepared("right", items, seeds),
+            "negative_id": torch.tensor(ids),
+        }
 
     def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
         # A batch may be empty on this rank, where every sample was bad.

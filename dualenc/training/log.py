@@ -1,4 +1,5 @@
-"""Logging: means since the last log, metrics.jsonl with trackers and progress bar, the model card."""
+"""Logging: means since the last log, metrics.jsonl with trackers and progress bar, the model
+card."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from dualenc import distributed
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, explain_full_disk
+from dualenc.io.files import atomic_path, explain_full_disk
 from dualenc.objectives.base import Objective
-from dualenc.recipe_yaml import dump_recipe
+from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training.evaluators import Evaluator, evaluated_data
 
 
 class Meter:
-    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and ranks to the CPU."""
+    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and
+    ranks to the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -46,20 +48,23 @@ class Meter:
             self.counts[name] = self.counts.get(name, 0) + 1
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
-        """The first step whose loss was not finite, or None; on any rank, if all ranks call it together."""
+        """The first step whose loss was not finite, or None; on any rank, if all ranks call it
+        together."""
         own = self.first_bad_step[None]
         steps = (distributed.gather(own) if all_ranks else own).tolist()
         return min((int(step) for step in steps if step > 0), default=None)
 
     def average(self) -> dict[str, float]:
-        """Means since the last call, over the steps that had a value, and ranks; all ranks call it together."""
+        """Means since the last call, over the steps that had a value, and ranks; all ranks call it
+        together."""
         means = {name: total / self.counts[name] for name, total in self._totals().items()}
         self.sums = {}
         self.counts = {}
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, with which any number of processes logs the same means; all ranks call it together."""
+        """The sums, with which any number of processes logs the same means; all ranks call it
+        together."""
         return {"sums": self._totals(), "counts": dict(self.counts)}
 
     def _totals(self) -> dict[str, float]:
@@ -67,7 +72,9 @@ class Meter:
         names = sorted(self.sums)
         if not names:
             return {}
-        totals = distributed.all_reduce(torch.stack([self.sums[name] for name in names]), "mean").tolist()
+        totals = distributed.all_reduce(
+            torch.stack([self.sums[name] for name in names]), "mean"
+        ).tolist()
         return dict(zip(names, totals, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,13 +86,17 @@ class Meter:
 
 
 class RunLog:
-    """Logs to metrics.jsonl, trackers and a progress bar on the main process; on others every method does nothing.
+    """Logs to metrics.jsonl, trackers and a progress bar on the main process; on others every
+    method does nothing.
 
     A line has "step" and the values logged at it.
-    Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves no trace.
+    Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves
+    no trace.
     """
 
-    def __init__(self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True) -> None:
+    def __init__(
+        self, path: Path, accelerator: Accelerator, total_steps: int, progress: bool = True
+    ) -> None:
         self.path = path
         self.accelerator = accelerator
         self.is_active = distributed.is_main()
@@ -102,17 +113,22 @@ class RunLog:
         )
 
     def open(self, project: str, config: Mapping[str, Any], resumed_at: int = -1) -> None:
-        """Begin a run in every tracker, described by flat settings, and write what has been logged so far.
+        """Begin a run in every tracker, described by flat settings, and write what has been logged
+        so far.
 
         Lines of an earlier run after the step `resumed_at` go, and a line cut short by a kill.
         """
         # On all ranks: accelerate decides on which of them a tracker runs.
         if self.accelerator.log_with:
-            self.accelerator.init_trackers(project, {name: str(value) for name, value in config.items()})
+            self.accelerator.init_trackers(
+                project, {name: str(value) for name, value in config.items()}
+            )
         if self.is_active:
             lines = [line for line in read_metrics(self.path) if line["step"] <= resumed_at]
             with atomic_path(self.path) as part:
-                part.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                part.write_text(
+                    "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+                )
         self._is_open = True
         for step, values in self._waiting:
             self.write(step, values)
@@ -136,7 +152,9 @@ class RunLog:
         """Show loss, learning rate and throughput next to the bar."""
         loss = "loss" if "loss" in values else "batch_estimate"
         short_names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
-        shown = {short: f"{values[name]:.3g}" for name, short in short_names.items() if name in values}
+        shown = {
+            short: f"{values[name]:.3g}" for name, short in short_names.items() if name in values
+        }
         if shown:
             self.bar.set_postfix(shown, refresh=False)
 
@@ -167,13 +185,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             line = None
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
-            raise DualencError(f"{path}: line {number} was not written by a training; restore or remove it")
+            raise DualencError(
+                f"{path}: line {number} was not written by a training; restore or remove it"
+            )
         lines.append(line)
     return lines
 
 
 def last_loss(path: Path) -> float:
-    """The latest loss in a metrics.jsonl; NaN without any, as of objectives that do not know their loss."""
+    """The latest loss in a metrics.jsonl; NaN without any, as of objectives that do not know their
+    loss."""
     losses = [line["loss"] for line in read_metrics(path) if line.get("loss") is not None]
     return float(losses[-1]) if losses else math.nan
 
@@ -188,7 +209,8 @@ def training_card(
     metrics: Mapping[str, float],
     step: int,
 ) -> dict[str, Any]:
-    """The model card's part on the training, for `DualEncoder.save`; without a recipe it shows the settings."""
+    """The model card's part on the training, for `DualEncoder.save`; without a recipe it shows the
+    settings."""
     data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."

@@ -19,17 +19,17 @@ from dualenc.batching.selector import BatchSelector
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path
+from dualenc.io.files import atomic_path
 from dualenc.objectives.base import Objective
-from dualenc.recipe_yaml import dump_recipe
-from dualenc.search.embed import EmbeddingStopped
+from dualenc.recipe.yaml_files import dump_recipe
+from dualenc.search.embed.encode import EmbeddingStopped
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.evaluators import Evaluator, evaluated_data
 from dualenc.training.loader import Batch, BatchLoader
 from dualenc.training.log import Meter, RunLog, training_card
-from dualenc.training.mining import NegativeMiner
+from dualenc.training.mined_negatives import NegativeMiner
 from dualenc.training.plan import BatchPlan
 from dualenc.training.settings import FREE_SETTINGS, TrainerSettings
 from dualenc.training.signals import Interrupted, Stopped, StopSignals
@@ -70,14 +70,20 @@ class Loop:
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
 
-        # In the order in which they need one another: the plan gives the number of steps, which the schedule needs.
+        # In the order in which they need one another: the plan gives the number of steps, which the
+        # schedule needs.
         self.plan = BatchPlan(batching, len(pairs), settings.seed, self.device)
         self.total_steps = self._count_steps()
         self.loader = self._new_loader()
-        self.train_step = TrainStep(settings, accelerator, model, objective, self.pairs, self.total_steps, self.device)
+        self.train_step = TrainStep(
+            settings, accelerator, model, objective, self.pairs, self.total_steps, self.device
+        )
         self.miner = None
         if settings.mine_every is not None:
-            if self.plan.num_steps(settings.mine_every, settings.gradient_accumulation) >= self.total_steps:
+            if (
+                self.plan.num_steps(settings.mine_every, settings.gradient_accumulation)
+                >= self.total_steps
+            ):
                 raise DualencError(
                     f"mine_every is {settings.mine_every}, and training ends before so many epochs are over; give more "
                     "epochs, or mine beforehand (dualenc mine)"
@@ -94,7 +100,9 @@ class Loop:
             card=self._card,
             progress=settings.progress,
         )
-        self.log = RunLog(self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress)
+        self.log = RunLog(
+            self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress
+        )
         if settings.max_steps is not None and settings.epochs is not None:
             self.log.info(f"max_steps={settings.max_steps} overrides epochs={settings.epochs}")
         if pairs.negatives is not None and not objective.takes_mined:
@@ -103,7 +111,9 @@ class Loop:
         self.meter = Meter(self.device)
         # Last, as it reads all the data: a mistake in the settings is reported before that.
         described = fingerprint(self._described(), model, objective, pairs, batching)
-        self.checkpoints = Checkpoints(self.output / "checkpoints", settings.keep_checkpoints, described)
+        self.checkpoints = Checkpoints(
+            self.output / "checkpoints", settings.keep_checkpoints, described
+        )
 
         self.bad: dict[int, str] = {}
         self.steps = 0
@@ -114,9 +124,11 @@ class Loop:
         # The step of the checkpoint; -1 without one.
         self.resumed_at = -1
         self.is_begun = False
-        # Whether this rank could read a pair of the epoch; unknown, so taken for granted, of one begun before a resume.
+        # Whether this rank could read a pair of the epoch; unknown, so taken for granted, of one
+        # begun before a resume.
         self.has_read = True
-        # Since the last line of the log, for its throughput; and the learning rate of the latest step.
+        # Since the last line of the log, for its throughput; and the learning rate of the latest
+        # step.
         self._seconds = 0.0
         self._samples = 0
         self._rate = 0.0
@@ -148,13 +160,18 @@ class Loop:
         # What "auto" means depends on the machine.
         settings["mixed_precision"] = self.accelerator.mixed_precision
         # The evaluator may change between two parts of a run: it does not change what is trained.
-        parts = {name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")}
-        parts["trainer"] = {name: value for name, value in settings.items() if name not in FREE_SETTINGS}
+        parts = {
+            name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")
+        }
+        parts["trainer"] = {
+            name: value for name, value in settings.items() if name not in FREE_SETTINGS
+        }
         # The data may have moved: the fingerprint holds its contents.
         return parts | {"data": _without_paths(parts.get("data"))}
 
     def run(self, resume: bool) -> dict[str, float]:
-        """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the saved model."""
+        """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the
+        saved model."""
         try:
             return self._run(resume)
         finally:
@@ -170,7 +187,9 @@ class Loop:
             self.log.info(f"resuming at step {self.steps} of {self.total_steps}")
         else:
             if resume:
-                self.log.info(f"{self.checkpoints.folder}: no checkpoint to resume; starting at step 0")
+                self.log.info(
+                    f"{self.checkpoints.folder}: no checkpoint to resume; starting at step 0"
+                )
             self.evaluation_due = True
         self.model.train()
         self.objective.train()
@@ -227,7 +246,8 @@ class Loop:
         self.log.bar.update(self.steps)
 
     def all_bad(self) -> dict[int, str]:
-        """Reason by pair index of all samples left out so far, on any rank; all ranks call it together."""
+        """Reason by pair index of all samples left out so far, on any rank; all ranks call it
+        together."""
         reasons: dict[int, str] = {}
         # Ranks read different pairs in each epoch, so several may have met the same one.
         for bad in distributed.gather_objects(self.bad):
@@ -237,13 +257,16 @@ class Loop:
     def _card(self, *results: Any) -> dict[str, Any]:
         """`training_card` of the run, by its last three arguments; all ranks call it together."""
         settings = asdict(self.settings)
-        card = training_card(self.pairs, self.objective, settings, self.recipe, self.best.evaluator, *results)
+        card = training_card(
+            self.pairs, self.objective, settings, self.recipe, self.best.evaluator, *results
+        )
         if skipped := self.pairs.skipped + len(self.all_bad()):
             card["data"] += f" {skipped} bad samples were left out."
         return card
 
     def _begin(self) -> None:
-        """Open the log and write the recipe: after the first step the folder belongs to this run."""
+        """Open the log and write the recipe: after the first step the folder belongs to this
+        run."""
         if self.is_begun:
             return
         self.is_begun = True
@@ -290,11 +313,13 @@ class Loop:
                 return
 
     def _begin_epoch(self) -> None:
-        """Select the batches of an epoch and mine its negatives, where the settings ask for that."""
+        """Select the batches of an epoch and mine its negatives, where the settings ask for
+        that."""
         self.has_read = False
         self._report("selection", self.plan.start_epoch(self.epoch), self.steps)
         if self.miner is not None and self.miner.is_due(self.epoch):
-            # At the first step that they serve: a run resumed before it mines them again, and logs them once.
+            # At the first step that they serve: a run resumed before it mines them again, and logs
+            # them once.
             self._report("mined", self.miner.mine(), self.steps + 1)
 
     def _report(self, work: str, report: Mapping[str, float], step: int) -> None:
@@ -316,10 +341,13 @@ class Loop:
         """Raise if no pair of the epoch could be read, on any rank; all ranks call it together."""
         if not any(distributed.gather_objects(self.has_read)):
             index, reason = min(self.all_bad().items())
-            raise DualencError(f"no pair could be read; the first: pair {index}: {reason}; check the data")
+            raise DualencError(
+                f"no pair could be read; the first: pair {index}: {reason}; check the data"
+            )
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """One optimizer step with the mean gradient of several global batches: this rank's loss, and scalars to log."""
+        """One optimizer step with the mean gradient of several global batches: this rank's loss,
+        and scalars to log."""
         step = self.train_step
         encoded_before = step.items.num_encoded
         # Read before the schedule moves on: the log shows the rate of this step.
@@ -334,7 +362,9 @@ class Loop:
         if self._logs_at(self.steps + 1):
             for name in outputs[0].metrics:
                 values[name] = torch.stack([output.metrics[name] for output in outputs]).mean()
-            values |= {f"state/{name}": value for name, value in self.objective.diagnostics().items()}
+            values |= {
+                f"state/{name}": value for name, value in self.objective.diagnostics().items()
+            }
         if self.objective.reports_loss:
             values["loss"] = loss
         if self.objective.needs_encode:
@@ -402,7 +432,9 @@ class Loop:
         except EmbeddingStopped:
             return False
         if metrics:
-            self.log.write(self.steps, {f"evaluation/{name}": value for name, value in metrics.items()})
+            self.log.write(
+                self.steps, {f"evaluation/{name}": value for name, value in metrics.items()}
+            )
             value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
             data, _ = evaluated_data(self.best.evaluator)
             self.log.info(f"step {self.steps}: {value} on {data}")

@@ -33,11 +33,12 @@ def build_optimizer(
     weight_decay: float = 0.01,
     momentum: float = 0.9,
 ) -> Optimizer:
-    """One of timm's optimizers over all trainable parameters of modules; arguments as of `TrainerSettings`.
+    """One of timm's optimizers over all trainable parameters of modules; arguments as of
+    `TrainerSettings`.
 
-    Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay, and under LARS
-    (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov momentum. "adamw" is a `LazyAdamW` where
-    a table has sparse gradients.
+    Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay,
+    and under LARS (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov
+    momentum. "adamw" is a `LazyAdamW` where a table has sparse gradients.
     """
     from timm.optim import create_optimizer_v2
 
@@ -48,7 +49,9 @@ def build_optimizer(
     arguments: dict[str, Any] = {}
     if name in ("adamw", "sgd"):
         parameters = trainable_parameters(modules)
-        arguments["fused"] = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters)
+        arguments["fused"] = all(
+            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
+        )
     if name == "lars":
         # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
         for group in groups:
@@ -62,10 +65,13 @@ def build_optimizer(
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that the norm of all together is at most `max_norm`; returns the norm before."""
+    """Scale the gradients so that the norm of all together is at most `max_norm`; returns the norm
+    before."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     # torch before 2.14 has no norm of a sparse tensor.
-    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    values = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
+    ]
     norm = get_total_norm(values)
     clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -81,7 +87,9 @@ def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """All parameters that training changes, each once, in a fixed order."""
-    return [parameter for parameter in nn.ModuleList(modules).parameters() if parameter.requires_grad]
+    return [
+        parameter for parameter in nn.ModuleList(modules).parameters() if parameter.requires_grad
+    ]
 
 
 def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
@@ -98,14 +106,17 @@ def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[
 
 @contextmanager
 def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Freeze, in this context, weights whose names match `fnmatch` patterns: `left.*`, `*.layer.[0-5].*`."""
+    """Freeze, in this context, weights whose names match `fnmatch` patterns: `left.*`,
+    `*.layer.[0-5].*`."""
     named = dict(model.named_parameters())
     trained = trainable_parameters([model])
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
             examples = list(named)[:: max(1, len(named) // 3)][:3]
-            raise DualencError(f"freeze: {pattern!r} matches no weight; names are {', '.join(examples)}, …")
+            raise DualencError(
+                f"freeze: {pattern!r} matches no weight; names are {', '.join(examples)}, …"
+            )
         for parameter in matched:
             parameter.requires_grad_(False)
     try:
@@ -115,11 +126,14 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def build_schedule(optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0) -> LambdaLR:
+def build_schedule(
+    optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0
+) -> LambdaLR:
     """A linear warm-up, then one of transformers' schedules; one `step()` per optimizer step.
 
-    "cosine" and "linear" decay to 0; "warmup_stable_decay" decays over the last tenth (Hu et al. 2024,
-    arXiv:2404.06395). `warmup` is a number of steps (int), or a share of total_steps (float in [0, 1)).
+    "cosine" and "linear" decay to 0; "warmup_stable_decay" decays over the last tenth (Hu et al.
+    2024, arXiv:2404.06395). `warmup` is a number of steps (int), or a share of total_steps (float
+    in [0, 1)).
     """
     from transformers import get_scheduler
 

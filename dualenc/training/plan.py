@@ -1,4 +1,5 @@
-"""Batch plan: the pairs of each batch of an epoch, at random or selected by the embeddings of the epoch before."""
+"""Batch plan: the pairs of each batch of an epoch, at random or selected by the embeddings of the
+epoch before."""
 
 from __future__ import annotations
 
@@ -23,12 +24,17 @@ _STATE = ("left", "right", "selected")
 class BatchPlan:
     """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint.
 
-    For selectors that need embeddings the main process holds (M, D) float16 tables of both sides, each row as of the
-    step at which its pair was last seen; pairs that were in no batch yet have random unit vectors, by `seed`.
+    For selectors that need embeddings the main process holds (M, D) float16 tables of both sides,
+    each row as of the step at which its pair was last seen; pairs that were in no batch yet have
+    random unit vectors, by `seed`.
     """
 
     def __init__(
-        self, selector: BatchSelector, num_pairs: int, seed: int = 0, device: torch.device | None = None
+        self,
+        selector: BatchSelector,
+        num_pairs: int,
+        seed: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.selector = selector
         self.num_pairs = num_pairs
@@ -40,9 +46,11 @@ class BatchPlan:
         self._buffer: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
     def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
-        """Add the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are made of them."""
+        """Add the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are
+        made of them."""
         if self.selector.needs_embeddings:
-            # Half precision: selecting batches needs no more, and the tables have a row for every pair.
+            # Half precision: selecting batches needs no more, and the tables have a row for every
+            # pair.
             rows = (left.detach().half().cpu(), right.detach().half().cpu())
             self._buffer.append((indices.cpu(), *rows, step))
 
@@ -68,7 +76,9 @@ class BatchPlan:
         if distributed.is_main():
             self._write(*gathered)
 
-    def _write(self, rows: np.ndarray, steps: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
+    def _write(
+        self, rows: np.ndarray, steps: np.ndarray, left: np.ndarray, right: np.ndarray
+    ) -> None:
         if self.left is None or self.right is None:
             self.left = self._random_vectors("left", left.shape[1])
             self.right = self._random_vectors("right", left.shape[1])
@@ -123,11 +133,14 @@ class BatchPlan:
         return np.asarray(self.selector.select(epoch), dtype=np.int64)
 
     def num_steps(self, epochs: int, gradient_accumulation: int = 1) -> int:
-        """The optimizer steps of so many epochs; a selection, from the second one on, may leave pairs out."""
+        """The optimizer steps of so many epochs; a selection, from the second one on, may leave
+        pairs out."""
         first = len(self.selector.select(0))
         later = self.selector.num_batches if self.selector.needs_embeddings else first
         # Rounded up: the last group of batches may be smaller.
-        return -(-first // gradient_accumulation) + (epochs - 1) * -(-later // gradient_accumulation)
+        return -(-first // gradient_accumulation) + (epochs - 1) * -(
+            -later // gradient_accumulation
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that later batches depend on; all ranks call it together."""
@@ -135,7 +148,10 @@ class BatchPlan:
             return {}
         self._flush()
         arrays = {name: getattr(self, name) for name in _STATE}
-        return {name: None if each is None else torch.from_numpy(each.copy()) for name, each in arrays.items()}
+        return {
+            name: None if each is None else torch.from_numpy(each.copy())
+            for name, each in arrays.items()
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""

@@ -24,7 +24,15 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 FREE_SETTINGS = (
     *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
-    *("tracker", "project", "timeout_minutes", "overwrite", "progress", "evaluate_every", "patience"),
+    *(
+        "tracker",
+        "project",
+        "timeout_minutes",
+        "overwrite",
+        "progress",
+        "evaluate_every",
+        "patience",
+    ),
 )
 """Settings that the weights of a step do not depend on: a run may be resumed with others."""
 
@@ -42,37 +50,48 @@ class TrainerSettings:
         optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm.
         weight_decay: of weights with two or more dimensions.
         momentum: of "sgd", "lars", "muon" and others that have one.
-        freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*", "*embeddings*".
-        weight_average: decay of a moving average of the weights, such as 0.999: evaluated and saved. null: off.
+        freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*",
+            "*embeddings*".
+        weight_average: decay of a moving average of the weights, such as 0.999: evaluated and
+            saved. null: off.
         warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
-        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the warm-up.
+        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the
+            warm-up.
         max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no bf16; "auto" takes
-            bf16 where the device multiplies it faster than float32.
+        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no
+            bf16; "auto" takes bf16 where the device multiplies it faster than float32.
         gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
         chunk_size: items encoded at once, with gradient caching: memory does not grow with the
             batch. Not with BatchNorm, unless that is frozen. null: off.
         compile: `torch.compile` both towers: faster after a minute or more of compiling.
-        evaluate_every: steps between evaluations, each of which embeds all right items, up to 100,000, where pairs are
-            held out; null evaluates before and after training only.
-        patience: stop after so many evaluations in a row without a better one; null trains to the end.
-        keep_best: the model folder gets the weights with the best evaluation, otherwise the last ones.
+        evaluate_every: steps between evaluations, each of which embeds all right items, up to
+            100,000, where pairs are held out; null evaluates before and after training only.
+        patience: stop after so many evaluations in a row without a better one; null trains to the
+            end.
+        keep_best: the model folder gets the weights with the best evaluation, otherwise the last
+            ones.
         save_every: steps between checkpoints, and one at the end; null writes none.
         keep_checkpoints: how many of the latest stay.
         log_every: steps between lines of metrics.jsonl.
-        held_out: share of the pairs, at most 1,000, to evaluate on where no evaluator is given; by default 0.1 for
-            recipes with 100 pairs or more, and 0 from Python.
+        held_out: share of the pairs, at most 1,000, to evaluate on where no evaluator is given; by
+            default 0.1 for recipes with 100 pairs or more, and 0 from Python.
         seed: of augmentation, dropout and batches.
-        num_workers: processes per rank that read batches, and as many for images that an objective asks for by id.
-        on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at the first.
-        mine_every: epochs after which the model mines new hard negatives in place of the data's, the first time after
-            this many epochs (ANCE, Xiong et al. 2021, arXiv:2007.00808). null: never.
-        mine_negatives: maximum for each pair, among the 100 nearest right items that are not known positives.
-        mine_relative: maximum score of a negative as a share of the positive's (`dualenc mine --relative`); null: off.
+        num_workers: processes per rank that read batches, and as many for images that an objective
+            asks for by id.
+        on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at
+            the first.
+        mine_every: epochs after which the model mines new hard negatives in place of the data's,
+            the first time after this many epochs (ANCE, Xiong et al. 2021, arXiv:2007.00808). null:
+            never.
+        mine_negatives: maximum for each pair, among the 100 nearest right items that are not known
+            positives.
+        mine_relative: maximum score of a negative as a share of the positive's (`dualenc mine
+            --relative`); null: off.
         tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
         project: the project's name in trackers.
         timeout_minutes: how long a process waits for another before it reports it as hung.
-        deterministic: deterministic algorithms on a GPU: same seed, same run, but for rounding in fused attention.
+        deterministic: deterministic algorithms on a GPU: same seed, same run, but for rounding in
+            fused attention.
         overwrite: start anew in a folder that holds a run; a folder of other files is refused.
         progress: show progress bars of training and evaluation.
     """
@@ -125,6 +144,10 @@ class TrainerSettings:
                 pydantic.TypeAdapter(hint).validate_python(value, strict=True)
             except pydantic.ValidationError as error:
                 reasons = [each["msg"].removeprefix("Input should be ") for each in error.errors()]
-                raise DualencError(f"{name} is {value!r}; it must be {' or '.join(reasons)}") from None
+                raise DualencError(
+                    f"{name} is {value!r}; it must be {' or '.join(reasons)}"
+                ) from None
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
-            raise DualencError("patience counts evaluations; set evaluate_every, and leave keep_best true")
+            raise DualencError(
+                "patience counts evaluations; set evaluate_every, and leave keep_best true"
+            )

@@ -1,4 +1,5 @@
-"""Signals during training: SIGTERM and SIGUSR1, which schedulers send before they end a job, and Ctrl-C."""
+"""Signals during training: SIGTERM and SIGUSR1, which schedulers send before they end a job, and
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ import torch
 from dualenc import distributed
 
 SAME_PRESS = 0.5
-"""Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a launcher once more."""
+"""Seconds in which a second SIGINT is the same Ctrl-C: a terminal sends it to all processes, a
+launcher once more."""
 
 _STOPPING = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 
 
 class Stopped(SystemExit):
-    """A signal has stopped the training: a SystemExit of 128 + its number, so that no script continues."""
+    """A signal has stopped the training: a SystemExit of 128 + its number, so that no script
+    continues."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -33,9 +36,10 @@ class Interrupted(KeyboardInterrupt):
 class StopSignals:
     """Signal handlers of a run: in this context SIGTERM, SIGUSR1 and a first Ctrl-C are only noted.
 
-    A second Ctrl-C, and the first where stopping saves nothing, does what it would have done before. A signal that came
-    too late to stop the training is sent again at the end. Ignored signals stay ignored; outside the main thread, where
-    Python has no handlers, nothing changes. `noted` is the number of the received signal, 0 for none.
+    A second Ctrl-C, and the first where stopping saves nothing, does what it would have done
+    before. A signal that came too late to stop the training is sent again at the end. Ignored
+    signals stay ignored; outside the main thread, where Python has no handlers, nothing changes.
+    `noted` is the number of the received signal, 0 for none.
     """
 
     def __init__(self, saves: bool = True) -> None:
@@ -62,7 +66,8 @@ class StopSignals:
             signal.raise_signal(self.noted)
 
     def agree(self, device: torch.device) -> int:
-        """The signal that any rank has received, or 0; all ranks call it together, to stop at the same step."""
+        """The signal that any rank has received, or 0; all ranks call it together, to stop at the
+        same step."""
         return max(distributed.rank_numbers([self.noted], device)[0])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -84,7 +89,8 @@ class StopSignals:
 
 
 def forgive_one_sigterm(_: int = 0) -> None:
-    """Signal handlers of a worker process: the first SIGTERM was meant for the run, which ends its workers itself."""
+    """Signal handlers of a worker process: the first SIGTERM was meant for the run, which ends its
+    workers itself."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if hasattr(signal, "SIGUSR1"):

@@ -15,9 +15,14 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights, trained_state
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.extra_items import ItemEncoder
 from dualenc.training.loader import Batch
-from dualenc.training.optim import build_optimizer, build_schedule, clip_gradients, trainable_parameters
+from dualenc.training.optim import (
+    build_optimizer,
+    build_schedule,
+    clip_gradients,
+    trainable_parameters,
+)
 from dualenc.training.settings import TrainerSettings
 from dualenc.types import Inputs, Side
 
@@ -44,15 +49,24 @@ class TrainStep:
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
         self.optimizer = build_optimizer(
-            modules, settings.optimizer, settings.learning_rate, settings.weight_decay, settings.momentum
+            modules,
+            settings.optimizer,
+            settings.learning_rate,
+            settings.weight_decay,
+            settings.momentum,
         )
-        self.schedule = build_schedule(self.optimizer, settings.schedule, total_steps, settings.warmup)
-        # The average that is evaluated and saved, and the momentum encoder, by their names in a checkpoint.
+        self.schedule = build_schedule(
+            self.optimizer, settings.schedule, total_steps, settings.warmup
+        )
+        # The average that is evaluated and saved, and the momentum encoder, by their names in a
+        # checkpoint.
         self.averages: dict[str, AveragedWeights] = {}
         if settings.weight_average is not None:
             self.averages["averages"] = AveragedWeights(model, settings.weight_average)
         if objective.momentum is not None:
-            self.averages["momentum_encoder"] = AveragedWeights(model, objective.momentum, warm_up=False)
+            self.averages["momentum_encoder"] = AveragedWeights(
+                model, objective.momentum, warm_up=False
+            )
         common = (model, device, accelerator.autocast, objective.needs_encode, settings.compile)
         if settings.chunk_size is None:
             self.encoding = PlainEncoding(*common)
@@ -76,7 +90,9 @@ class TrainStep:
         """A context in which the model has its averaged weights, if the settings ask for them."""
         return self.averages["averages"].applied() if "averages" in self.averages else nullcontext()
 
-    def accumulate(self, batch: Batch, number: int, group_size: int) -> tuple[ObjectiveOutput, Tensor, Tensor]:
+    def accumulate(
+        self, batch: Batch, number: int, group_size: int
+    ) -> tuple[ObjectiveOutput, Tensor, Tensor]:
         """Forward and backward pass of one of the batches whose mean gradient makes a step.
 
         Args:
@@ -110,11 +126,13 @@ class TrainStep:
         return output, left, right
 
     def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
-        """The momentum encoder's embeddings of the batch, as arguments of the objective; {} without such an encoder."""
+        """The momentum encoder's embeddings of the batch, as arguments of the objective; {} without
+        such an encoder."""
         if "momentum_encoder" not in self.averages:
             return {}
         self.encoding.begin()
-        # Running statistics of BatchNorm, which the pass would change, are exchanged with the weights.
+        # Running statistics of BatchNorm, which the pass would change, are exchanged with the
+        # weights.
         with torch.no_grad(), self.averages["momentum_encoder"].applied():
             left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
@@ -123,7 +141,8 @@ class TrainStep:
         """Average, clip and apply the gradients; returns their norm if they are clipped."""
         norm = None
         distributed.average_gradients(self.parameters)
-        # Averaged before: an overflow on one rank is then an overflow on all, and all skip the step.
+        # Averaged before: an overflow on one rank is then an overflow on all, and all skip the
+        # step.
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:

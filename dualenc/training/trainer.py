@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualenc.batching.mixture import MixtureBatches
+from dualenc.batching.mixture_batches import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
@@ -23,7 +23,7 @@ from dualenc.training.devices import deterministic_algorithms, place_model, star
 from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, RetrievalEvaluator
 from dualenc.training.log import last_loss
 from dualenc.training.loop import Loop
-from dualenc.training.mining import check_minable
+from dualenc.training.mined_negatives import check_minable
 from dualenc.training.optim import frozen
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
@@ -31,7 +31,8 @@ from dualenc.training.signals import StopSignals
 MAX_HELD_OUT = 1000
 """More pairs would make evaluation slow and not much more precise."""
 MIN_PAIRS = 100
-"""Of fewer pairs a recipe holds none out: too few would be left for training and for a meaningful number."""
+"""Of fewer pairs a recipe holds none out: too few would be left for training and for a meaningful
+number."""
 DEFAULT_SHARE = 0.1
 
 
@@ -39,7 +40,8 @@ class TrainingResult(NamedTuple):
     """The outcome of `Trainer.fit`.
 
     Attributes:
-        loss: mean training loss in the last line of the log; NaN where the objective does not know it.
+        loss: mean training loss in the last line of the log; NaN where the objective does not know
+            it.
         before: the evaluator's metrics of the untrained model; empty without an evaluator.
         metrics: the evaluator's metrics of the model in `model_folder`.
         skipped: how many samples were left out because they could not be read.
@@ -59,8 +61,8 @@ class Trainer(TrainerSettings):
 
         Trainer(output="run", epochs=3).fit(model, pairs, objective)
 
-    N processes train the model that one process trains with the same global batches, up to rounding, except for dropout
-    and for BatchNorm with out-of-batch items (docs/design.md).
+    N processes train the model that one process trains with the same global batches, up to
+    rounding, except for dropout and for BatchNorm with out-of-batch items (docs/design.md).
 
     SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run with a checkpoint after the
     current step, or between two batches of an evaluation, which a resumed run makes up for.
@@ -86,10 +88,13 @@ class Trainer(TrainerSettings):
             model: trained in place; ends with the weights of the last step.
             pairs: the training pairs.
             objective: the loss; its learnable parameters are trained too.
-            batching: chooses the batches; by default random batches, of a `Mixture` as its weights and `batches` say.
+            batching: chooses the batches; by default random batches, of a `Mixture` as its weights
+                and `batches` say.
             evaluator: measures the model before, during and after training.
-            resume: continue, exactly, from the latest checkpoint in `output`; from the start if there is none.
-            recipe: the resolved recipe, for the model card and to recognise checkpoints of other recipes.
+            resume: continue, exactly, from the latest checkpoint in `output`; from the start if
+                there is none.
+            recipe: the resolved recipe, for the model card and to recognise checkpoints of other
+                recipes.
 
         Raises:
             Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
@@ -111,9 +116,21 @@ class Trainer(TrainerSettings):
             frozen(model, self.freeze),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
-            counts = [torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES]
+            counts = [
+                torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES
+            ]
             objective.to(accelerator.device).set_counts(*counts)
-            loop = Loop(self, accelerator, model, pairs, objective, batching, evaluator, signals, recipe or {})
+            loop = Loop(
+                self,
+                accelerator,
+                model,
+                pairs,
+                objective,
+                batching,
+                evaluator,
+                signals,
+                recipe or {},
+            )
             metrics = loop.run(resume)
         return TrainingResult(
             model_folder=loop.best.folder,
@@ -128,7 +145,8 @@ class Trainer(TrainerSettings):
     def _hold_out(
         self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
     ) -> tuple[PairDataset, Evaluator | None]:
-        """The pairs to train on, with the same items and ids, and an evaluator of those that are held out, if any."""
+        """The pairs to train on, with the same items and ids, and an evaluator of those that are
+        held out, if any."""
         share = self.held_out
         can_split = not pairs.views and not isinstance(pairs, Mixture)
         if share is None:
@@ -138,9 +156,13 @@ class Trainer(TrainerSettings):
         if share == 0:
             return pairs, None
         if batching is not None:
-            raise DualencError("batching is for all pairs, and held_out leaves some out; name an evaluator")
+            raise DualencError(
+                "batching is for all pairs, and held_out leaves some out; name an evaluator"
+            )
         if not can_split:
-            raise DualencError("held_out does not apply to views of images or a mixture; name an evaluator")
+            raise DualencError(
+                "held_out does not apply to views of images or a mixture; name an evaluator"
+            )
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
             return rest, ImageTextEvaluator(held_out)
@@ -149,7 +171,9 @@ class Trainer(TrainerSettings):
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
         """The batch selector: the given one, or the default for the data."""
         if self.batch_size > len(pairs):
-            raise DualencError(f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller")
+            raise DualencError(
+                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller"
+            )
         if not isinstance(pairs, Mixture) or pairs.is_plain:
             return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
@@ -166,7 +190,9 @@ class Trainer(TrainerSettings):
             names=list(pairs.sources),
         )
 
-    def _prepare_model(self, model: DualEncoder, pairs: PairDataset, device: torch.device) -> DualEncoder:
+    def _prepare_model(
+        self, model: DualEncoder, pairs: PairDataset, device: torch.device
+    ) -> DualEncoder:
         """Place and compile a model."""
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
@@ -193,7 +219,9 @@ class Trainer(TrainerSettings):
     ) -> None:
         """Refuse parts that do not fit one another, before any work."""
         if evaluator is not None and not hasattr(evaluator, "primary"):
-            problem = "evaluator: has no `primary`, the name of the metric to keep the best weights by"
+            problem = (
+                "evaluator: has no `primary`, the name of the metric to keep the best weights by"
+            )
             raise DualencError(f"{problem}; set it, as in measure.primary = 'accuracy'")
         if self.patience is not None and evaluator is None:
             raise DualencError("patience counts evaluations, and there is no evaluator; give one")

@@ -2,8 +2,9 @@
 
     python eval/bench/batching.py --sizes [5120,50000,1000000] --embeddings pairs.npy
 
-Each method is compared with spectral clustering in groups of k = 40 in the same run. Then our spectral clustering of
-one group of 1,280 pairs races scikit-learn's spectral embedding and k-means with scipy's assignment.
+Each method is compared with spectral clustering in groups of k = 40 in the same run. Then our
+spectral clustering of one group of 1,280 pairs races scikit-learn's spectral embedding and k-means
+with scipy's assignment.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ B, TEMPERATURE, K = 32, 0.1, 40
 def clustered_embeddings(
     num_pairs: int, clusters: int = 100, dim: int = 128, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Two times (N, D) unit vectors around random directions, noise as long as the signal, right near left."""
+    """Two times (N, D) unit vectors around random directions, noise as long as the signal, right
+    near left."""
     draw = np.random.default_rng(seed)
 
     def unit_near(points: np.ndarray, noise: float) -> np.ndarray:
-        points = points + np.float32(noise / dim**0.5) * draw.standard_normal(points.shape, dtype=np.float32)
+        points = points + np.float32(noise / dim**0.5) * draw.standard_normal(
+            points.shape, dtype=np.float32
+        )
         points /= np.linalg.norm(points, axis=1, keepdims=True)
         return points
 
@@ -49,7 +53,11 @@ def methods(num_pairs: int) -> dict[str, BatchSelector]:
         name: SpectralBatches(num_pairs, B, method=name, temperature=TEMPERATURE, k=K)  # type: ignore[arg-type]
         for name in ("spectral", "bisection")
     }
-    return {"spectral": clustered.pop("spectral"), "random": RandomBatches(num_pairs, B), **clustered}
+    return {
+        "spectral": clustered.pop("spectral"),
+        "random": RandomBatches(num_pairs, B),
+        **clustered,
+    }
 
 
 def measure(selector: BatchSelector, left: np.ndarray, right: np.ndarray) -> tuple[float, float]:
@@ -61,7 +69,8 @@ def measure(selector: BatchSelector, left: np.ndarray, right: np.ndarray) -> tup
 
 
 def measure_sample(left: np.ndarray, right: np.ndarray, groups: int) -> tuple[float, float]:
-    """As `measure`, of spectral clustering, extrapolated from some of its groups: they are random and independent."""
+    """As `measure`, of spectral clustering, extrapolated from some of its groups: they are random
+    and independent."""
     rows = np.random.default_rng(0).permutation(len(left))[: groups * K * B]
     seconds, loss = measure(methods(len(rows))["spectral"], left[rows], right[rows])
     return seconds * len(left) / len(rows), loss
@@ -73,7 +82,9 @@ def compare(data: str, left: np.ndarray, right: np.ndarray, spectral_up_to: int)
     results = {}
     for name, selector in methods(size).items():
         sampled = name == "spectral" and size > spectral_up_to
-        seconds, loss = measure_sample(left, right, groups=20) if sampled else measure(selector, left, right)
+        seconds, loss = (
+            measure_sample(left, right, groups=20) if sampled else measure(selector, left, right)
+        )
         results[name] = seconds, loss
         faster, harder = results["spectral"][0] / seconds, loss / results["spectral"][1]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -96,7 +107,8 @@ def scikit_learn_batches(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> None:
-    """Print the median seconds of ours and of scikit-learn's, taken in turn, on one random group."""
+    """Print the median seconds of ours and of scikit-learn's, taken in turn, on one random
+    group."""
     rows = np.random.default_rng(1).permutation(len(left))[: K * B]
     left, right = left[rows], right[rows]
     rivals: dict[str, Callable[[], np.ndarray]] = {
@@ -104,10 +116,15 @@ def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> Non
         "scikit-learn": lambda: scikit_learn_batches(left, right),
     }
     seconds, batches = in_turn(rivals, rounds)
-    losses = {name: batch_losses(left, right, found, TEMPERATURE).mean() for name, found in batches.items()}
+    losses = {
+        name: batch_losses(left, right, found, TEMPERATURE).mean()
+        for name, found in batches.items()
+    }
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     found = ", ".join(f"{name} {medians[name]:.2f} s (loss {losses[name]:.4f})" for name in rivals)
-    print(f"one spectral group of {K * B:,}, {data}: {found}; ratio {medians['ours'] / medians['scikit-learn']:.2f}")
+    print(
+        f"one spectral group of {K * B:,}, {data}: {found}; ratio {medians['ours'] / medians['scikit-learn']:.2f}"
+    )
 
 
 def main(
@@ -120,8 +137,10 @@ def main(
 
     Args:
         sizes: numbers of pairs N.
-        embeddings: real ones to use as well: a .npy file of shape (2, N, D), left then right, unit norm.
-        spectral_up_to: above this N, the seconds of spectral clustering are extrapolated from 20 of its groups.
+        embeddings: real ones to use as well: a .npy file of shape (2, N, D), left then right, unit
+            norm.
+        spectral_up_to: above this N, the seconds of spectral clustering are extrapolated from 20 of
+            its groups.
         clusters: of the synthetic embeddings (D = 128).
     """
     print(

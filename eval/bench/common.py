@@ -51,7 +51,8 @@ def quietest_clock(threads: int) -> Callable[[], float]:
 
 
 def new_backbone(name: str, layers: int = 6) -> tuple[torch.nn.Module, int]:
-    """A model with random weights, and the size of its vectors: "resnet18", or "minilm", mean-pooled."""
+    """A model with random weights, and the size of its vectors: "resnet18", or "minilm",
+    mean-pooled."""
     if name == "resnet18":
         import timm
 
@@ -59,7 +60,9 @@ def new_backbone(name: str, layers: int = 6) -> tuple[torch.nn.Module, int]:
     import torch
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(num_hidden_layers=layers, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
+    config = BertConfig(
+        num_hidden_layers=layers, hidden_size=384, num_attention_heads=12, intermediate_size=1536
+    )
 
     class MiniLM(torch.nn.Module):
         def __init__(self) -> None:

@@ -1,15 +1,18 @@
-"""How the time of an objective grows with the corpus: a step on embeddings, forward and backward, over InfoNCE's.
+"""How the time of an objective grows with the corpus: a step on embeddings, forward and backward,
+over InfoNCE's.
 
     python eval/bench/corpus_size.py --sizes [10000,100000,1000000,10000000]
     python eval/bench/corpus_size.py --sizes [10000000] --num_left 100000 --dimension 256
 
-Every item has been seen: caches are full. Items outside the batch come from a table and cost nothing here. State is
-what the objective's buffers take, memory what the process has grown by since before it was built (what an earlier
-objective has left is used first: time one at a time to see it all).
+Every item has been seen: caches are full. Items outside the batch come from a table and cost
+nothing here. State is what the objective's buffers take, memory what the process has grown by since
+before it was built (what an earlier objective has left is used first: time one at a time to see it
+all).
 
     python eval/bench/corpus_size.py --ranks [1,8,64] --dimension 256
 
-prints what the state of larger corpora takes on each rank: that of two small ones after a step, extrapolated.
+prints what the state of larger corpora takes on each rank: that of two small ones after a step,
+extrapolated.
 """
 
 from __future__ import annotations
@@ -23,8 +26,18 @@ from psutil import Process
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import EMC2, ISIR, SACLR, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    SACLR,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
 from dualenc.objectives.memory import EmbeddingMemory
 
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
@@ -67,10 +80,13 @@ def stepper(criterion: Objective, batch_size: int, dimension: int) -> Callable[[
 
 
 def state_bytes(build: Callable[..., Objective], num_items: int, dimension: int) -> tuple[int, int]:
-    """Bytes of state of N items on each side that every rank holds whole, and that ranks divide among them."""
+    """Bytes of state of N items on each side that every rank holds whole, and that ranks divide
+    among them."""
     criterion = build(num_left=num_items)
     stepper(criterion, 8, dimension)()
-    divided = sum(b.nbytes for m in criterion.modules() if isinstance(m, EmbeddingMemory) for b in m.buffers())
+    divided = sum(
+        b.nbytes for m in criterion.modules() if isinstance(m, EmbeddingMemory) for b in m.buffers()
+    )
     return sum(b.nbytes for b in criterion.buffers()) - divided, divided
 
 
@@ -79,14 +95,24 @@ def print_state(ranks: list[int], dimension: int) -> None:
     rows: list[dict[str, object]] = []
     small, large = 1 << 14, 1 << 15
     for name, build in {**OBJECTIVES, "ISogCLR": ISogCLR, "SACLR": SACLR}.items():
-        (whole, divided), (more_whole, more_divided) = (state_bytes(build, n, dimension) for n in (small, large))
+        (whole, divided), (more_whole, more_divided) = (
+            state_bytes(build, n, dimension) for n in (small, large)
+        )
         # Beyond some 16,000 items all that grows is in proportion to their number, 2N.
-        per_item, per_divided = (more / (2 * (large - small)) for more in (more_whole - whole, more_divided - divided))
+        per_item, per_divided = (
+            more / (2 * (large - small)) for more in (more_whole - whole, more_divided - divided)
+        )
         fixed = whole - 2 * small * per_item
         for corpus, items in CORPORA.items():
-            row: dict[str, object] = {"corpus": corpus, "objective": name, "bytes per item": per_item + per_divided}
+            row: dict[str, object] = {
+                "corpus": corpus,
+                "objective": name,
+                "bytes per item": per_item + per_divided,
+            }
             for number in ranks:
-                row[f"GB, {number} ranks"] = (fixed + items * (per_item + per_divided / number)) / 1e9
+                row[f"GB, {number} ranks"] = (
+                    fixed + items * (per_item + per_divided / number)
+                ) / 1e9
             rows.append(row)
     print_table(Table(f"State per rank, D = {dimension}", rows))
 
@@ -116,7 +142,11 @@ def main(
         return
     if unknown := set(objectives or []) - set(OBJECTIVES):
         raise SystemExit(f"objectives: no {min(unknown)!r}; there are {', '.join(OBJECTIVES)}")
-    chosen = OBJECTIVES if objectives is None else {name: OBJECTIVES[name] for name in ["InfoNCE", *objectives]}
+    chosen = (
+        OBJECTIVES
+        if objectives is None
+        else {name: OBJECTIVES[name] for name in ["InfoNCE", *objectives]}
+    )
     rows: list[dict[str, object]] = []
     for num_items in sizes:
         reference = 0.0
@@ -133,7 +163,9 @@ def main(
             row["memory, MB"] = (Process().memory_info().rss - before) / 1e6
             rows.append(row)
             del criterion, step
-    print_table(Table(f"B = {batch_size}, D = {dimension}, {torch.get_num_threads()} threads", rows))
+    print_table(
+        Table(f"B = {batch_size}, D = {dimension}, {torch.get_num_threads()} threads", rows)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Time of corrupted-image retrieval besides the encoder: corrupting, augmenting and searching, per 10,000 images.
+"""Time of corrupted-image retrieval besides the encoder: corrupting, augmenting and searching, per
+10,000 images.
 
     python eval/bench/corruption.py PATH_TO_CIFAR10/test.parquet --size 32
     python eval/bench/corruption.py PATH_TO_TINY_IMAGENET/val.parquet --size 64
 
-Every image is corrupted in 19 ways, each version augmented twice and searched for among the others, as `dualenc
-evaluate corrupted` does; in the encoder's place is a fixed random projection of the pixels.
+Every image is corrupted in 19 ways, each version augmented twice and searched for among the others,
+as `dualenc evaluate corrupted` does; in the encoder's place is a fixed random projection of the
+pixels.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from jsonargparse import auto_cli
 ALL_IMAGES = 10_000
 
 
-def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, severity: int = 1) -> None:
+def main(
+    data: str, size: int = 32, images: int = 300, num_workers: int = 2, severity: int = 1
+) -> None:
     """Print milliseconds per image, and minutes for 10,000 images.
 
     Args:
@@ -29,14 +33,22 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     """
     from dualenc.commands.labelled_images import random_rows
     from dualenc.data import open_corpus
-    from dualenc.data.detect import default_split
+    from dualenc.data.readers.detect import default_split
     from dualenc.encoders import ImageEncoder
-    from dualenc.evaluation.corrupted import ImageVersions, SimCLRPrepare, measure_versions, nearest_versions, summarise
+    from dualenc.evaluation.corrupted import (
+        ImageVersions,
+        SimCLRPrepare,
+        measure_versions,
+        nearest_versions,
+        summarise,
+    )
     from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
     from dualenc.types import Inputs
 
     corpus = open_corpus(data, modality="image", split=default_split(data))
-    source = GeneratedCorruptions(CleanImages(corpus.take(random_rows(len(corpus), images, seed=0)).items), ALL)
+    source = GeneratedCorruptions(
+        CleanImages(corpus.take(random_rows(len(corpus), images, seed=0)).items), ALL
+    )
     prepare = SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
     versions = ImageVersions(source, [(name, severity) for name in ALL], prepare, views=2)
     projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)
@@ -56,11 +68,15 @@ def main(data: str, size: int = 32, images: int = 300, num_workers: int = 2, sev
     found = measure_versions(versions, encode, search, range(len(source)), num_workers=num_workers)
     seconds = time.perf_counter() - start
     top1 = summarise(found, ALL)["top1"]
-    print(f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}")
+    print(
+        f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}"
+    )
     print(
         f"{1000 * seconds / len(source):.1f} ms per image, {1000 * sum(searches) / len(source):.2f} of them in search"
     )
-    print(f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for {ALL_IMAGES:,} images (want ≤ 15)")
+    print(
+        f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for {ALL_IMAGES:,} images (want ≤ 15)"
+    )
 
 
 if __name__ == "__main__":

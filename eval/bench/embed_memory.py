@@ -2,10 +2,11 @@
 
     python eval/bench/embed_memory.py --texts 400000
 
-Generated texts are written as jsonl, parquet, tar and BEIR folder, and embedded from there into a folder by a tower
-that costs nothing, each in a process of its own, whole and a tenth of them. What a process needs are its anonymous
-pages: those of mapped files count for nothing, the system drops them when it needs room. Printed is the highest of all
-times it was looked at, and the bytes by which each further text raises it.
+Generated texts are written as jsonl, parquet, tar and BEIR folder, and embedded from there into a
+folder by a tower that costs nothing, each in a process of its own, whole and a tenth of them. What
+a process needs are its anonymous pages: those of mapped files count for nothing, the system drops
+them when it needs room. Printed is the highest of all times it was looked at, and the bytes by
+which each further text raises it.
 """
 
 from __future__ import annotations
@@ -32,9 +33,15 @@ FORMATS = ("jsonl", "parquet", "tar", "beir")
 def texts(count: int, words: int) -> Iterator[dict[str, str]]:
     """Records of an id and of so many random words."""
     random.seed(0)
-    vocabulary = ["".join(random.choices(string.ascii_lowercase, k=random.randint(2, 10))) for _ in range(5000)]
+    vocabulary = [
+        "".join(random.choices(string.ascii_lowercase, k=random.randint(2, 10)))
+        for _ in range(5000)
+    ]
     for number in range(count):
-        yield {"_id": f"document-{number:09d}", "text": " ".join(random.choices(vocabulary, k=words))}
+        yield {
+            "_id": f"document-{number:09d}",
+            "text": " ".join(random.choices(vocabulary, k=words)),
+        }
 
 
 def write(folder: Path, kind: str, count: int, words: int) -> Path:
@@ -49,7 +56,9 @@ def write(folder: Path, kind: str, count: int, words: int) -> Path:
         with pq.ParquetWriter(path, block.schema) as writer:
             while block.num_rows:
                 writer.write_table(block)
-                block = pa.Table.from_pylist([row for _, row in zip(range(5000), rows)], schema=block.schema)
+                block = pa.Table.from_pylist(
+                    [row for _, row in zip(range(5000), rows)], schema=block.schema
+                )
     elif kind == "tar":
         with tarfile.open(path, "w") as archive:
             for row in texts(count, words):
@@ -67,7 +76,10 @@ def write(folder: Path, kind: str, count: int, words: int) -> Path:
 def anonymous() -> int:
     """Bytes of this process that are in no file."""
     status = Path("/proc/self/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1]) << 10
+    return (
+        int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
+        << 10
+    )
 
 
 def measure(data: str, out: str, report: Any) -> None:
@@ -77,7 +89,7 @@ def measure(data: str, out: str, report: Any) -> None:
 
     from dualenc.data import open_corpus
     from dualenc.encoders import Prepare, Tower
-    from dualenc.search.embed import embed
+    from dualenc.search.embed.encode import embed
 
     class Lengths(Prepare):
         modality = "text"
@@ -132,18 +144,28 @@ def main(
             for count in (texts // 10, texts):
                 data = write(Path(name), kind, count, words)
                 report = spawn.Queue()
-                process = spawn.Process(target=measure, args=(str(data), f"{name}/{kind}-{count}", report))
+                process = spawn.Process(
+                    target=measure, args=(str(data), f"{name}/{kind}-{count}", report)
+                )
                 process.start()
                 items, seconds, before, opened, highest = report.get()
                 process.join()
-                size = sum(file.stat().st_size for file in (data.rglob("*") if data.is_dir() else [data])) >> 20
+                size = (
+                    sum(
+                        file.stat().st_size
+                        for file in (data.rglob("*") if data.is_dir() else [data])
+                    )
+                    >> 20
+                )
                 print(
                     f"{kind:>7}: {items:>9,} texts of {size:5,} MiB in {seconds:6.1f} s: {before / 2**20:6.0f} MiB "
                     f"at the start, {opened / 2**20:6.0f} when opened, {highest / 2**20:6.0f} at most",
                     flush=True,
                 )
                 peaks.append(highest)
-            print(f"{kind:>7}: {(peaks[1] - peaks[0]) / (texts - texts // 10):.0f} bytes for each further text")
+            print(
+                f"{kind:>7}: {(peaks[1] - peaks[0]) / (texts - texts // 10):.0f} bytes for each further text"
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Embedding throughput against `SentenceTransformer.encode`: same model, texts, batch size and precision.
+"""Embedding throughput against `SentenceTransformer.encode`: same model, texts, batch size and
+precision.
 
     python eval/bench/embedding.py --texts 400 --repeats 3
 
-The texts are docstrings from this machine: their summary lines (short) and their documents (long); --data takes a
-BEIR folder instead. Both tools encode the same texts in turn, and the ratio is that of the medians. The embeddings
-must agree to 1e-4.
+The texts are docstrings from this machine: their summary lines (short) and their documents (long);
+--data takes a BEIR folder instead. Both tools encode the same texts in turn, and the ratio is that
+of the medians. The embeddings must agree to 1e-4.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ from jsonargparse import auto_cli
 def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
     """Short and long texts."""
     if data is not None:
-        from dualenc.data.sources import open_corpus
+        from dualenc.data.readers.sources import open_corpus
 
         parts = {part: open_corpus(data, part=part) for part in ("queries", "corpus")}
-        return {part: [corpus[i] for i in range(min(count, len(corpus)))] for part, corpus in parts.items()}
+        return {
+            part: [corpus[i] for i in range(min(count, len(corpus)))]
+            for part, corpus in parts.items()
+        }
     from dualenc.commands.quickstart import read_docstrings
 
     docstrings = read_docstrings(count)
-    return {"summaries": [d.summary for d in docstrings], "documents": [f"{d.name}: {d.rest}" for d in docstrings]}
+    return {
+        "summaries": [d.summary for d in docstrings],
+        "documents": [f"{d.name}: {d.rest}" for d in docstrings],
+    }
 
 
 def main(
@@ -57,20 +64,29 @@ def main(
 
     from dualenc.data import Corpus
     from dualenc.encoders import load_model
-    from dualenc.search.embed import embed
+    from dualenc.search.embed.encode import embed
 
     torch.set_num_threads(threads or torch.get_num_threads())
     path = model or default_model()
     tower = load_model(path, device=device).tower("right")
     theirs = SentenceTransformer(path, device=device)
-    print(f"{Path(path).name}, batches of {batch_size}, {device}, {torch.get_num_threads()} threads")
+    print(
+        f"{Path(path).name}, batches of {batch_size}, {device}, {torch.get_num_threads()} threads"
+    )
     for name, items in read_texts(data, texts).items():
         corpus = Corpus([str(i) for i in range(len(items))], items)
         runs = {
             "ours": lambda c=corpus: embed(tower, c, batch_size=batch_size, progress=False).vectors,
-            "theirs": lambda i=items: theirs.encode(i, batch_size=batch_size, show_progress_bar=False),
+            "theirs": lambda i=items: theirs.encode(
+                i, batch_size=batch_size, show_progress_bar=False
+            ),
         }
-        embed(tower, Corpus(corpus.ids[:batch_size], items[:batch_size]), batch_size=batch_size, progress=False)
+        embed(
+            tower,
+            Corpus(corpus.ids[:batch_size], items[:batch_size]),
+            batch_size=batch_size,
+            progress=False,
+        )
         theirs.encode(items[:batch_size], batch_size=batch_size)
         times, vectors = in_turn(runs, repeats)
         np.testing.assert_allclose(vectors["ours"], vectors["theirs"], atol=1e-4)

@@ -1,10 +1,12 @@
-"""Filtered searches of an index against exact search among the rows that meet the filter: recall, and time of a query.
+"""Filtered searches of an index against exact search among the rows that meet the filter: recall,
+and time of a query.
 
     python eval/bench/filtered.py --vectors 200000 --dim 64
-    python eval/bench/filtered.py --vectors 20000 --shares "[1.0, 0.2, 0.05, 0.01]" --target postgresql://me@localhost/db
+    python eval/bench/filtered.py --vectors 20000 --shares "[1.0, 0.2, 0.05, 0.01]" --target
+    postgresql://me@localhost/db
 
-Vectors are synthetic, around 200 centres; a filter keeps rows at random, or the rows around a share of the centres.
-Times are those of the processor on one thread, of queries asked one by one.
+Vectors are synthetic, around 200 centres; a filter keeps rows at random, or the rows around a share
+of the centres. Times are those of the processor on one thread, of queries asked one by one.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import pyarrow as pa
 from jsonargparse import auto_cli
 
 from dualenc.search import Embeddings, Index
-from dualenc.search.engines import push_embeddings
-from dualenc.search.filter_recall import QUERIES, tune
-from dualenc.search.postgres import default_settings
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.engines.filter_recall import QUERIES, tune
+from dualenc.search.engines.postgres import default_settings
 
 TABLE = "dualenc_bench_filtered"
 
@@ -39,10 +41,12 @@ def main(
         vectors: N.
         dim: D.
         queries: how many.
-        factories: FAISS factory strings; nprobe and efSearch are those that the build chooses for recall@10 of 0.95.
+        factories: FAISS factory strings; nprobe and efSearch are those that the build chooses for
+            recall@10 of 0.95.
         shares: of rows that are kept.
         exact_rows: kept rows up to which all are compared; by default what the index takes.
-        target: URL of a PostgreSQL database, whose HNSW index of halfvec is then measured in place of FAISS's.
+        target: URL of a PostgreSQL database, whose HNSW index of halfvec is then measured in place
+            of FAISS's.
     """
     faiss.omp_set_num_threads(1)
     random = np.random.default_rng(0)
@@ -59,11 +63,15 @@ def main(
     if target is not None:
         return measure_postgres(target, database, query_vectors, uniform, shares)
     masks = {("at random", share): uniform < share for share in shares}
-    masks |= {("around centres", share): numbers < share * len(centres) for share in shares if share < 1}
+    masks |= {
+        ("around centres", share): numbers < share * len(centres) for share in shares if share < 1
+    }
     exact = {}
     for name, kept in masks.items():
         rows = np.flatnonzero(kept)
-        exact[name] = rows[faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]]
+        exact[name] = rows[
+            faiss.knn(query_vectors, database[rows], 10, faiss.METRIC_INNER_PRODUCT)[1]
+        ]
     for factory in factories:
         faiss.omp_set_num_threads(1)
         index = Index.build(database, factory=factory)
@@ -73,19 +81,32 @@ def main(
         for name, kept in masks.items():
             begin, found = time.process_time(), []
             for query in query_vectors:
-                found.append(index.search_rows(query, 10, allowed_rows=None if kept.all() else kept)[1][0])
+                found.append(
+                    index.search_rows(query, 10, allowed_rows=None if kept.all() else kept)[1][0]
+                )
             milliseconds = 1000 * (time.process_time() - begin) / queries
             recall = np.mean(
-                [len(set(a) & set(b)) / 10 for a, b in zip(np.array(found).tolist(), exact[name].tolist())]
+                [
+                    len(set(a) & set(b)) / 10
+                    for a, b in zip(np.array(found).tolist(), exact[name].tolist())
+                ]
             )
-            print(f"  {name[1]:7.1%} {name[0]}: recall@10 {recall:.3f}, {milliseconds:7.3f} ms", flush=True)
+            print(
+                f"  {name[1]:7.1%} {name[0]}: recall@10 {recall:.3f}, {milliseconds:7.3f} ms",
+                flush=True,
+            )
     return None
 
 
 def measure_postgres(
-    target: str, database: np.ndarray, queries: np.ndarray, uniform: np.ndarray, shares: tuple[float, ...]
+    target: str,
+    database: np.ndarray,
+    queries: np.ndarray,
+    uniform: np.ndarray,
+    shares: tuple[float, ...],
 ) -> None:
-    """The same of a table of N rows with a column `share` (N,) of uniform numbers, in a transaction for each query."""
+    """The same of a table of N rows with a column `share` (N,) of uniform numbers, in a transaction
+    for each query."""
     ids = [str(row) for row in range(len(database))]
     columns = pa.table({"share": uniform})
     embeddings = Embeddings(ids, database.astype(np.float16), None, None, columns)
@@ -106,13 +127,20 @@ def measure_postgres(
             results, milliseconds = {}, {}
             for exact in (True, False):
                 begin = time.perf_counter()
-                results[exact] = [index.search(query, 10, f"share < {share}", exact=exact)[0] for query in queries]
+                results[exact] = [
+                    index.search(query, 10, f"share < {share}", exact=exact)[0] for query in queries
+                ]
                 milliseconds[exact] = 1000 * (time.perf_counter() - begin) / len(queries)
             pairs = zip(results[False], results[True])
-            recall = np.mean([len({hit.id for hit in a} & {hit.id for hit in b}) / len(b) for a, b in pairs])
+            recall = np.mean(
+                [len({hit.id for hit in a} & {hit.id for hit in b}) / len(b) for a, b in pairs]
+            )
             rows = np.mean([len(hits) for hits in results[False]])
             times = f"{milliseconds[False]:.1f} ms, exact {milliseconds[True]:.1f} ms"
-            print(f"  {share:7.1%} kept: {rows:5.2f} rows, recall@10 {recall:.3f}, {times}", flush=True)
+            print(
+                f"  {share:7.1%} kept: {rows:5.2f} rows, recall@10 {recall:.3f}, {times}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

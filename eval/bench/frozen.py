@@ -1,11 +1,14 @@
-"""FrozenCorpus beside the plain matrix products of its size: seconds of a step, forward and backward.
+"""FrozenCorpus beside the plain matrix products of its size: seconds of a step, forward and
+backward.
 
-    python eval/bench/frozen.py                          # 1,000,000 × 384 in half precision, B = 32, two threads
+    python eval/bench/frozen.py                          # 1,000,000 × 384 in half precision, B =
+    32, two threads
 
-Documents are random unit vectors in a memory-mapped file. A step is the loss and its gradient in the queries. The plain
-products are the two that no exact method can do without, scores Q·Zᵀ and weighted mean P·Z with P (B, N) given: of a
-float32 matrix, each in one call, and of the same halves in memory, converted block by block. Calls alternate, and
-the least of each is compared: other processes only add to it. On one thread the clock is CPU time.
+Documents are random unit vectors in a memory-mapped file. A step is the loss and its gradient in
+the queries. The plain products are the two that no exact method can do without, scores Q·Zᵀ and
+weighted mean P·Z with P (B, N) given: of a float32 matrix, each in one call, and of the same halves
+in memory, converted block by block. Calls alternate, and the least of each is compared: other
+processes only add to it. On one thread the clock is CPU time.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 from torch.nn.functional import normalize
 
-from dualenc.evaluation.report import Table, print_table
-from dualenc.objectives import FrozenCorpus, frozen
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.objectives import FrozenCorpus
+from dualenc.objectives import frozen_corpus as frozen
 
 
 def write_documents(path: Path, rows: int, dimension: int) -> np.ndarray:
     """A map of random unit vectors (N, D) in half precision."""
-    documents = np.lib.format.open_memmap(path, mode="w+", dtype=np.float16, shape=(rows, dimension))
+    documents = np.lib.format.open_memmap(
+        path, mode="w+", dtype=np.float16, shape=(rows, dimension)
+    )
     draw = torch.Generator().manual_seed(0)
     for start in range(0, rows, 65536):
         block = torch.randn(min(65536, rows - start), dimension, generator=draw)
@@ -56,7 +62,10 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         documents = write_documents(Path(folder) / "documents.npy", rows, dimension)
         block_rows = frozen.BLOCK_BYTES // (4 * dimension)
-        halves = [torch.from_numpy(documents[i : i + block_rows].copy()) for i in range(0, rows, block_rows)]
+        halves = [
+            torch.from_numpy(documents[i : i + block_rows].copy())
+            for i in range(0, rows, block_rows)
+        ]
         single = torch.cat(halves).float()
         weights = torch.rand(batch_size, rows)
         parts = weights.split(block_rows, dim=1)

@@ -1,12 +1,14 @@
-"""Index build and search against raw faiss with the same factory string, vectors and search parameters.
+"""Index build and search against raw faiss with the same factory string, vectors and search
+parameters.
 
     python eval/bench/index.py --vectors 100000 --dim 128
     python eval/bench/index.py --vectors 1000000 --dim 64 --repeats 0 --threads 1 \\
         --factories '["Flat", "HNSW16", "IVF1024,Flat", "IVF1024,PQ16x4"]'
 
-Both work in turn on the same embeddings on disk; ratios are those of the shortest and of the median times. Build is
-training and adding; the measurement of recall@10, which raw faiss does not have, is switched off here and timed on its
-own. A search of ours returns ids as texts, one of raw faiss row numbers.
+Both work in turn on the same embeddings on disk; ratios are those of the shortest and of the median
+times. Build is training and adding; the measurement of recall@10, which raw faiss does not have, is
+switched off here and timed on its own. A search of ours returns ids as texts, one of raw faiss row
+numbers.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ import numpy as np
 from common import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.search import Index
-from dualenc.search.build import new_index, set_parameter, training_rows
-from dualenc.search.embeddings import EmbeddingWriter
+from dualenc.search.embed.writer import EmbeddingWriter
+from dualenc.search.index.build import new_index, set_parameter, training_rows
 
 FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
 MIN_ROUNDS, MAX_ROUNDS = 5, 50
@@ -69,13 +71,24 @@ def report(what: str, runs: dict[str, Callable[[], Any]], repeats: int) -> None:
     clock = quietest_clock(faiss.omp_get_max_threads())
     times = in_turn(runs, repeats, warm_up=min(1, repeats - 1), clock=clock)[0]
     both = {name: (min(taken), statistics.median(taken)) for name, taken in times.items()}
-    seconds = ", ".join(f"{name} {least:8.4f} s (median {middle:.4f})" for name, (least, middle) in both.items())
+    seconds = ", ".join(
+        f"{name} {least:8.4f} s (median {middle:.4f})" for name, (least, middle) in both.items()
+    )
     ratios = [ours / theirs for ours, theirs in zip(both["dualenc"], both["faiss"])]
-    print(f"  {what:<7} {seconds}, ratio {ratios[0]:.3f} (median {ratios[1]:.3f}; want ≤ 1.02)", flush=True)
+    print(
+        f"  {what:<7} {seconds}, ratio {ratios[0]:.3f} (median {ratios[1]:.3f}; want ≤ 1.02)",
+        flush=True,
+    )
 
 
 def measure(
-    folder: Path, embeddings: Embeddings, queries: np.ndarray, factory: str, k: int, repeats: int, seconds: float
+    folder: Path,
+    embeddings: Embeddings,
+    queries: np.ndarray,
+    factory: str,
+    k: int,
+    repeats: int,
+    seconds: float,
 ) -> None:
     """Build, unless that is repeated 0 times, and search with both."""
     print(factory)
@@ -99,7 +112,10 @@ def measure(
     start = time.perf_counter()
     found = {"dualenc": ours.search_rows(queries, k)[1], "faiss": raw.search(queries, k)[1]}
     rounds = round(seconds / (time.perf_counter() - start))
-    recalls = {name: np.mean([np.isin(e, r).mean() for e, r in zip(exact, rows)]) for name, rows in found.items()}
+    recalls = {
+        name: np.mean([np.isin(e, r).mean() for e, r in zip(exact, rows)])
+        for name, rows in found.items()
+    }
     assert abs(recalls["dualenc"] - recalls["faiss"]) < 0.02, recalls
     # As it was built, in memory, and as it is opened, mapped.
     for what, index in (("search", ours), ("opened", Index.open(folder / "index"))):
@@ -108,9 +124,14 @@ def measure(
             "faiss": lambda: raw.search(queries, k),
         }
         report(what, searches, max(MIN_ROUNDS, min(rounds, MAX_ROUNDS)))
-    settings = ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items()) or "nothing to tune"
+    settings = (
+        ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items())
+        or "nothing to tune"
+    )
     shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())
-    print(f"  recall  {shown} with the same parameters; the build's own estimate took {extra:.2f} s:")
+    print(
+        f"  recall  {shown} with the same parameters; the build's own estimate took {extra:.2f} s:"
+    )
     print(f"  recall@10 {ours.meta['recall_at_10']:.4f} ({settings})", flush=True)
 
 
@@ -131,14 +152,18 @@ def main(
         dim: size of a vector.
         queries: how many queries, searched in one call.
         k: results per query.
-        repeats: times that each index is built; with 0, raw faiss reads the one that was built here.
-        seconds: how long searches are repeated, each time of both; at least five times and at most fifty.
+        repeats: times that each index is built; with 0, raw faiss reads the one that was built
+            here.
+        seconds: how long searches are repeated, each time of both; at least five times and at most
+            fifty.
         threads: of faiss; by default as many as it finds.
         factories: FAISS factory strings.
     """
     if threads is not None:
         faiss.omp_set_num_threads(threads)
-    print(f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, {faiss.omp_get_max_threads()} threads")
+    print(
+        f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, {faiss.omp_get_max_threads()} threads"
+    )
     with tempfile.TemporaryDirectory() as folder:
         embeddings = write(Path(folder) / "embeddings", clustered(vectors, dim, seed=1))
         query_vectors = clustered(queries, dim, seed=2)

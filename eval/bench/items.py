@@ -1,9 +1,11 @@
-"""How long items outside the batch take to read: images that an objective asks for, by the number of workers.
+"""How long items outside the batch take to read: images that an objective asks for, by the number
+of workers.
 
     python eval/bench/items.py --workers "[0,1,2,8]" --size 224
 
-Images are JPEG files of noise, half as large again as the views, of which each request is a random sample; views are
-SimCLR's. The network is a mean of pixels, so that what is timed is reading and preparing, and the way from the workers.
+Images are JPEG files of noise, half as large again as the views, of which each request is a random
+sample; views are SimCLR's. The network is a mean of pixels, so that what is timed is reading and
+preparing, and the way from the workers.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from torch.nn.functional import normalize
 from dualenc.data import ImageFolderViews
 from dualenc.encoders import ImageEncoder
 from dualenc.encoders.dual import Tower
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.training.encoding import PlainEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.extra_items import ItemEncoder
 from dualenc.types import Inputs
 
 
@@ -63,19 +65,30 @@ def main(
         tower.prepare = model.left.prepare
         model.left = model.right = tower
         encoding = PlainEncoding(model, torch.device("cpu"), keep_statistics=False)
-        encoders = {count: ItemEncoder(model, pairs, encoding, num_workers=count) for count in workers}
+        encoders = {
+            count: ItemEncoder(model, pairs, encoding, num_workers=count) for count in workers
+        }
         draws = torch.Generator().manual_seed(0)
 
         def ask(encoder: ItemEncoder) -> Tensor:
             return encoder("left", torch.randint(images, (items,), generator=draws))
 
-        times, _ = in_turn({count: lambda e=encoder: ask(e) for count, encoder in encoders.items()}, repeats, warm_up=1)
+        times, _ = in_turn(
+            {count: lambda e=encoder: ask(e) for count, encoder in encoders.items()},
+            repeats,
+            warm_up=1,
+        )
         for encoder in encoders.values():
             encoder.close()
     rows = []
     for count, seconds in times.items():
         row = {"workers": count, "ms": 1000 * statistics.median(seconds)}
-        rows.append({**row, "× no workers": statistics.median(times[workers[0]]) / statistics.median(seconds)})
+        rows.append(
+            {
+                **row,
+                "× no workers": statistics.median(times[workers[0]]) / statistics.median(seconds),
+            }
+        )
     print_table(Table(f"{items} images of {size}×{size} pixels", rows))
 
 

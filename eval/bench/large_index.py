@@ -1,10 +1,12 @@
-"""An index of millions of vectors under a limit on memory: built, refined by a file, opened, searched.
+"""An index of millions of vectors under a limit on memory: built, refined by a file, opened,
+searched.
 
     python eval/bench/large_index.py --vectors 10000000 --dim 128 --limit 2GiB --folder /tmp/large
 
-The vectors are synthetic, around as many centres as there are lists, and made in blocks. The limit is RLIMIT_DATA: the
-kernel refuses more private memory (heap, stacks, private writable maps) to the process; pages of mapped files do not
-count, since the kernel takes them back when it wants to. A folder of embeddings that is there already is used again.
+The vectors are synthetic, around as many centres as there are lists, and made in blocks. The limit
+is RLIMIT_DATA: the kernel refuses more private memory (heap, stacks, private writable maps) to the
+process; pages of mapped files do not count, since the kernel takes them back when it wants to. A
+folder of embeddings that is there already is used again.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ import numpy as np
 from jsonargparse import auto_cli
 
 from dualenc.search import Embeddings, Index
-from dualenc.search.embeddings import EmbeddingWriter
-from dualenc.search.kinds import parse_bytes
+from dualenc.search.embed.writer import EmbeddingWriter
+from dualenc.search.index.kinds import parse_bytes
 
 
 class Numbered(Sequence[str]):
@@ -46,8 +48,13 @@ def block(rows: range, dim: int, centres: np.ndarray, seed: int) -> np.ndarray:
 
 
 def private_mebibytes() -> tuple[int, int]:
-    """Private memory of this process (RssAnon) now, and the most that was resident at once, mapped files included."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    """Private memory of this process (RssAnon) now, and the most that was resident at once, mapped
+    files included."""
+    status = dict(
+        line.split(":", 1)
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if ":" in line
+    )
     return int(status["RssAnon"].split()[0]) // 1024, int(status["VmHWM"].split()[0]) // 1024
 
 
@@ -55,7 +62,11 @@ def told(what: str, work: Callable[[], Any]) -> Any:
     """Do something; a line with its seconds, those of the processor, and the memory."""
     started, used = time.perf_counter(), time.process_time()
     result = work()
-    seconds, used, (private, highest) = time.perf_counter() - started, time.process_time() - used, private_mebibytes()
+    seconds, used, (private, highest) = (
+        time.perf_counter() - started,
+        time.process_time() - used,
+        private_mebibytes(),
+    )
     print(
         f"{what:<34} {seconds:9.2f} s, of the processor {used:9.2f} s; private {private:5d} MiB, "
         f"most resident with mapped files {highest:5d} MiB",
@@ -89,10 +100,14 @@ def main(
     resource.setrlimit(resource.RLIMIT_DATA, (parse_bytes(limit), parse_bytes(limit)))
     around = np.random.default_rng(0).standard_normal((centres, dim), dtype=np.float32)
     place = Path(folder)
-    print(f"{vectors:,} × {dim}, RLIMIT_DATA {limit}, memory {memory}; before: {private_mebibytes()[0]} MiB private")
+    print(
+        f"{vectors:,} × {dim}, RLIMIT_DATA {limit}, memory {memory}; before: {private_mebibytes()[0]} MiB private"
+    )
 
     def write() -> None:
-        writer = EmbeddingWriter(place / "emb", Numbered(vectors), dim, "float16", {"normalized": True})
+        writer = EmbeddingWriter(
+            place / "emb", Numbered(vectors), dim, "float16", {"normalized": True}
+        )
         for number in writer.unwritten():
             writer.write(number, block(writer.ranges[number], dim, around, 1))
         writer.finish()
@@ -110,8 +125,15 @@ def main(
     told("row of an id", lambda: index.ids.rows([f"d{vectors - 1}"]))  # type: ignore[attr-defined]
     told("all files verified", lambda: Index.open(place / "index", verify=True))
     sizes = {path.name: path.stat().st_size for path in sorted((place / "index").iterdir())}
-    print("bytes per vector on disk:", {name: round(size / vectors, 2) for name, size in sizes.items()})
-    print(json.dumps({key: value for key, value in index.meta.items() if key not in ("files", "sizes")}))
+    print(
+        "bytes per vector on disk:",
+        {name: round(size / vectors, 2) for name, size in sizes.items()},
+    )
+    print(
+        json.dumps(
+            {key: value for key, value in index.meta.items() if key not in ("files", "sizes")}
+        )
+    )
 
 
 if __name__ == "__main__":

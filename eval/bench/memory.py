@@ -1,14 +1,16 @@
-"""Peak memory of a training step with gradient caching as the batch grows, over that of the smallest batch.
+"""Peak memory of a training step with gradient caching as the batch grows, over that of the
+smallest batch.
 
     python eval/bench/memory.py --encoder minilm --batch_sizes [32,4096]
     python eval/bench/memory.py --encoder resnet18 --image_size 64 --objectives [InfoNCE,EMC2]
     python eval/bench/memory.py --encoder linear --batch_sizes [32,4096,8192]
 
-Every measurement is a process of its own: its peak resident memory (of everything, Python and torch included), or the
-peak of allocated memory on a CUDA device. glibc is told to return what is freed at once: what it would keep for later
-depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory. On the CPU the inputs that a
-step keeps, out-of-batch ones included, are in the peak, as they are in training; the last column leaves them out.
-MiniLM (BERT with 6 layers of 384) and ResNet-18 have random weights and random inputs. The linear encoder holds next to
+Every measurement is a process of its own: its peak resident memory (of everything, Python and torch
+included), or the peak of allocated memory on a CUDA device. glibc is told to return what is freed
+at once: what it would keep for later depends on the order of sizes, and can be another 0.1 to 0.5
+of the first batch's memory. On the CPU the inputs that a step keeps, out-of-batch ones included,
+are in the peak, as they are in training; the last column leaves them out. MiniLM (BERT with 6
+layers of 384) and ResNet-18 have random weights and random inputs. The linear encoder holds next to
 nothing: what is left is the objective, the strictest comparison and a fast one.
 """
 
@@ -23,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from common import new_backbone
 
-# The measuring process imports torch; this one stays small, for a new process may inherit its parent's peak.
+# The measuring process imports torch; this one stays small, for a new process may inherit its
+# parent's peak.
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,7 +61,10 @@ def new_inputs(encoder: EncoderName, count: int, size: int) -> Inputs:
         return {"pixels": torch.rand(count, 3, size, size)}
     if encoder == "linear":
         return {"numbers": torch.randn(count, size)}
-    return {"input_ids": torch.randint(0, 30000, (count, size)), "attention_mask": torch.ones(count, size).long()}
+    return {
+        "input_ids": torch.randint(0, 30000, (count, size)),
+        "attention_mask": torch.ones(count, size).long(),
+    }
 
 
 def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
@@ -71,13 +77,17 @@ def new_model(encoder: EncoderName, layers: int, size: int) -> DualEncoder:
         def __init__(self) -> None:
             super().__init__()
             linear = encoder == "linear"
-            self.net, self.dim = (torch.nn.Linear(size, 384), 384) if linear else new_backbone(encoder, layers)
+            self.net, self.dim = (
+                (torch.nn.Linear(size, 384), 384) if linear else new_backbone(encoder, layers)
+            )
 
         def forward(self, inputs: Inputs) -> Tensor:
             return unit_norm(self.net(*inputs.values()))
 
     tower = Net()
-    return DualEncoder(tower, tower, kind="image" if encoder == "resnet18" else "query-document").train()
+    return DualEncoder(
+        tower, tower, kind="image" if encoder == "resnet18" else "query-document"
+    ).train()
 
 
 def measure(options: dict[str, Any]) -> dict[str, float]:
@@ -88,12 +98,16 @@ def measure(options: dict[str, Any]) -> dict[str, float]:
     from dualenc.training.encoding import CachedEncoding
 
     torch.manual_seed(0)
-    encoder, batch_size, num_items, size = (options[k] for k in ("encoder", "batch_size", "num_items", "size"))
+    encoder, batch_size, num_items, size = (
+        options[k] for k in ("encoder", "batch_size", "num_items", "size")
+    )
     device = torch.device(options["device"])
     model = new_model(encoder, options["layers"], size).to(device)
     class_name, arguments = OBJECTIVES[options["objective"]]
     new_objective = getattr(dualenc.objectives, class_name)
-    criterion = new_objective(num_left=num_items, views=encoder == "resnet18", **arguments).to(device)
+    criterion = new_objective(num_left=num_items, views=encoder == "resnet18", **arguments).to(
+        device
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     input_bytes = 0
     for _ in range(options["steps"]):
@@ -131,7 +145,9 @@ def measured_alone(options: dict[str, Any]) -> dict[str, float]:
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
-        raise SystemExit(f"{options['objective']} at B = {options['batch_size']} failed: {done.stderr[-500:]}")
+        raise SystemExit(
+            f"{options['objective']} at B = {options['batch_size']} failed: {done.stderr[-500:]}"
+        )
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -163,12 +179,21 @@ def main(
         device: cpu or cuda.
     """
     size = {"minilm": text_length, "resnet18": image_size, "linear": 64}[encoder]
-    shared: dict[str, Any] = {"encoder": encoder, "size": size, "layers": layers, "chunk_size": chunk_size}
+    shared: dict[str, Any] = {
+        "encoder": encoder,
+        "size": size,
+        "layers": layers,
+        "chunk_size": chunk_size,
+    }
     shared |= {"steps": steps, "num_items": num_items or 2 * max(batch_sizes), "device": device}
     if unknown := set(objectives) - set(OBJECTIVES):
-        raise SystemExit(f"objectives: {', '.join(sorted(unknown))} not known; choose from {', '.join(OBJECTIVES)}")
+        raise SystemExit(
+            f"objectives: {', '.join(sorted(unknown))} not known; choose from {', '.join(OBJECTIVES)}"
+        )
     print(f"{encoder} ({size}), chunks of {chunk_size}, {device}; the most is 1.2")
-    print(f"{'objective':<16}{'B':>7}{'peak, MiB':>11}{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}")
+    print(
+        f"{'objective':<16}{'B':>7}{'peak, MiB':>11}{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}"
+    )
     for name in objectives:
         first: dict[str, float] = {}
         for batch_size in batch_sizes:
@@ -176,7 +201,9 @@ def main(
             first = first or found
             ratio = found["peak"] / first["peak"]
             without = (found["peak"] - found["inputs"]) / (first["peak"] - first["inputs"])
-            numbers = f"{found['peak']:>11,.0f}{ratio:>8.2f}{found['inputs']:>13,.1f}{without:>15.2f}"
+            numbers = (
+                f"{found['peak']:>11,.0f}{ratio:>8.2f}{found['inputs']:>13,.1f}{without:>15.2f}"
+            )
             print(f"{name:<16}{batch_size:>7}{numbers}", flush=True)
 
 

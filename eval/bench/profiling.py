@@ -1,4 +1,5 @@
-"""What a training step consists of: its time, launches, host waits, operators, and the least time of its arithmetic."""
+"""What a training step consists of: its time, launches, host waits, operators, and the least time
+of its arithmetic."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def synchronize() -> None:
 
 
 class StepClock:
-    """Times some steps of a training loop that calls it before every loss: from one loss to another.
+    """Times some steps of a training loop that calls it before every loss: from one loss to
+    another.
 
     Args:
         skipped: steps before the clock is read.
@@ -64,7 +66,8 @@ class StepClock:
 
 
 class StepProfiler:
-    """Profiles some steps of a training loop that calls it before every loss: from one loss to another.
+    """Profiles some steps of a training loop that calls it before every loss: from one loss to
+    another.
 
     Args:
         skipped: steps before the profile.
@@ -94,25 +97,37 @@ class StepProfiler:
     def counts(self) -> dict[str, float]:
         """Per step: launches and, on a GPU, kernels and host waits.
 
-        On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are counted one by one.
-        On a CPU a launch is an operator (aten) that no other one calls; compiled code has few.
+        On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are
+        counted one by one. On a CPU a launch is an operator (aten) that no other one calls;
+        compiled code has few.
         """
         events = list(self.profiler.events())
         end = next(event.time_range.start for event in events if event.name == END)
         if not torch.cuda.is_available():
             return {"launches": sum(map(_is_top_operator, events)) / self.steps}
-        calls = [event for event in events if event.device_type == DeviceType.CPU and event.time_range.start < end]
+        calls = [
+            event
+            for event in events
+            if event.device_type == DeviceType.CPU and event.time_range.start < end
+        ]
         launches = sum(LAUNCH.match(event.name) is not None for event in calls)
         waits = sum(HOST_WAIT.match(event.name) is not None for event in calls)
         kernels = sum(map(_is_kernel, events))
-        return {"launches": launches / self.steps, "kernels": kernels / self.steps, "host waits": waits / self.steps}
+        return {
+            "launches": launches / self.steps,
+            "kernels": kernels / self.steps,
+            "host waits": waits / self.steps,
+        }
 
     def write(self, folder: Path, name: str) -> None:
-        """Write NAME.json.gz, for chrome://tracing or Perfetto, and NAME.txt, the operators that take longest."""
+        """Write NAME.json.gz, for chrome://tracing or Perfetto, and NAME.txt, the operators that
+        take longest."""
         folder.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
         order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        operators = self.profiler.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=80)
+        operators = self.profiler.key_averages().table(
+            sort_by=order, row_limit=40, max_name_column_width=80
+        )
         (folder / f"{name}.txt").write_text(f"{self.steps} steps\n{operators}", encoding="utf-8")
 
 
@@ -134,7 +149,8 @@ def _is_kernel(event: FunctionEvent) -> bool:
 
 
 def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float:
-    """Floating-point operations of a step's forward and backward passes, as our trainer makes them."""
+    """Floating-point operations of a step's forward and backward passes, as our trainer makes
+    them."""
     model.to(device()).train()
     loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
     plan = RandomBatches(len(pairs), batch_size).select(0)[:NUM_BATCHES]

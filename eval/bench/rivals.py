@@ -1,7 +1,9 @@
-"""Training loops of other tools: sentence-transformers' trainer, open_clip's epoch, and SimCLR made of lightly's parts.
+"""Training loops of other tools: sentence-transformers' trainer, open_clip's epoch, and SimCLR made
+of lightly's parts.
 
-Each takes what ours takes: the same model, pairs, batch size, optimizer (AdamW at 1e-4, gradients clipped to norm 1),
-number of worker processes, and float32 or bfloat16 autocast. Random weights instead of trained ones make no difference.
+Each takes what ours takes: the same model, pairs, batch size, optimizer (AdamW at 1e-4, gradients
+clipped to norm 1), number of worker processes, and float32 or bfloat16 autocast. Random weights
+instead of trained ones make no difference.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from dualenc.types import Items
 
 BeforeLoss = Callable[[], None]
 Train = Callable[..., None]
-"""`train(steps, before_loss=None)` trains for so many steps and calls `before_loss` before every loss."""
+"""`train(steps, before_loss=None)` trains for so many steps and calls `before_loss` before every
+loss."""
 
 
 def watch(loss: nn.Module, before_loss: BeforeLoss | None) -> None:
@@ -43,7 +46,8 @@ def sentence_transformers(
     chunk_size: int | None,
     bf16: bool,
 ) -> Train:
-    """`SentenceTransformerTrainer` with (Cached)MultipleNegativesRankingLoss, InfoNCE for one direction."""
+    """`SentenceTransformerTrainer` with (Cached)MultipleNegativesRankingLoss, InfoNCE for one
+    direction."""
     from datasets import Dataset as Table
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
@@ -158,9 +162,15 @@ class TwoViews(Dataset):
 
 
 def lightly(
-    images: Items, new_model: Callable[[], ImageEncoder], image_size: int, batch_size: int, workers: int, bf16: bool
+    images: Items,
+    new_model: Callable[[], ImageEncoder],
+    image_size: int,
+    batch_size: int,
+    workers: int,
+    bf16: bool,
 ) -> Train:
-    """The loop of lightly's SimCLR example, with its loss, projection head and transform, on the backbone of a model.
+    """The loop of lightly's SimCLR example, with its loss, projection head and transform, on the
+    backbone of a model.
 
     Gradients are clipped, which the example leaves out.
     """

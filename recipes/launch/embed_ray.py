@@ -1,9 +1,11 @@
-"""Documents embedded by actors of Ray, one for each GPU of the cluster, or for each processor core without GPUs.
+"""Documents embedded by actors of Ray, one for each GPU of the cluster, or for each processor core
+without GPUs.
 
     python recipes/launch/embed_ray.py runs/mine/model documents.jsonl /shared/emb
 
-MODEL, DATA and OUT lie on a file system that all nodes share. The actors divide the work by the locks of OUT; Ray
-restarts one that dies with its node, and the shard that it was embedding is embedded again, alone.
+MODEL, DATA and OUT lie on a file system that all nodes share. The actors divide the work by the
+locks of OUT; Ray restarts one that dies with its node, and the shard that it was embedding is
+embedded again, alone.
 """
 
 import sys
@@ -13,7 +15,7 @@ import torch
 
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -21,7 +23,9 @@ class Worker:
     def embed(self, model, data, out):
         """Embed shards until none is left; returns the number of documents."""
         tower = load_model(model, device="cuda" if torch.cuda.is_available() else "cpu").right
-        embeddings = embed(tower, open_corpus(data), out, identity={"side": "right"}, notes={"model": model})
+        embeddings = embed(
+            tower, open_corpus(data), out, identity={"side": "right"}, notes={"model": model}
+        )
         return len(embeddings)
 
 

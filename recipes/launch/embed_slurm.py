@@ -8,12 +8,13 @@
 #SBATCH --time=04:00:00
 #SBATCH --requeue
 # fmt: on
-"""Documents embedded by a SLURM array, whose tasks start, end and are requeued whenever the cluster likes.
+"""Documents embedded by a SLURM array, whose tasks start, end and are requeued whenever the cluster
+likes.
 
     sbatch recipes/launch/embed_slurm.py runs/mine/model documents.jsonl /shared/emb
 
-MODEL, DATA and OUT lie on a file system that all nodes share. The tasks divide the work by the locks of OUT, not by
-their numbers: with fewer tasks than planned, or more, every shard is embedded.
+MODEL, DATA and OUT lie on a file system that all nodes share. The tasks divide the work by the
+locks of OUT, not by their numbers: with fewer tasks than planned, or more, every shard is embedded.
 """
 
 import os
@@ -23,12 +24,14 @@ import torch
 
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 
 
 def main(model, data, out):
     tower = load_model(model, device="cuda" if torch.cuda.is_available() else "cpu").right
-    embeddings = embed(tower, open_corpus(data), out, identity={"side": "right"}, notes={"model": model})
+    embeddings = embed(
+        tower, open_corpus(data), out, identity={"side": "right"}, notes={"model": model}
+    )
     print(f"task {os.environ['SLURM_ARRAY_TASK_ID']}: {len(embeddings):,} embeddings in {out}")
 
 

@@ -10,7 +10,9 @@ def unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def random_pairs(num_pairs: int, dim: int, seed: int = 0, noise: float = 0.5) -> tuple[np.ndarray, np.ndarray]:
+def random_pairs(
+    num_pairs: int, dim: int, seed: int = 0, noise: float = 0.5
+) -> tuple[np.ndarray, np.ndarray]:
     """(N, D) and (N, D): unit vectors in random directions, right near left."""
     draw = np.random.default_rng(seed)
     left = unit(draw.standard_normal((num_pairs, dim)))
@@ -18,13 +20,16 @@ def random_pairs(num_pairs: int, dim: int, seed: int = 0, noise: float = 0.5) ->
     return left.astype(np.float32), right.astype(np.float32)
 
 
-def planted(clusters: int, size: int, dim: int = 64, noise: float = 0.3, seed: int = 0) -> tuple[np.ndarray, ...]:
+def planted(
+    clusters: int, size: int, dim: int = 64, noise: float = 0.3, seed: int = 0
+) -> tuple[np.ndarray, ...]:
     """(N, D), (N, D) and the cluster (N,) of each pair: equal tight clusters, in random order."""
     draw = np.random.default_rng(seed)
     centers = unit(draw.standard_normal((clusters, dim)))
     labels = draw.permutation(np.repeat(np.arange(clusters), size))
     left, right = (
-        unit(centers[labels] + noise / np.sqrt(dim) * draw.standard_normal((clusters * size, dim))) for _ in range(2)
+        unit(centers[labels] + noise / np.sqrt(dim) * draw.standard_normal((clusters * size, dim)))
+        for _ in range(2)
     )
     return left.astype(np.float32), right.astype(np.float32), labels
 

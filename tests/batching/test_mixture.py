@@ -5,10 +5,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dualenc.batching.mixture import MixtureBatches, deal
+from dualenc.batching.mixture_batches import MixtureBatches, deal
 from dualenc.errors import DualencError
 
-SOURCES = st.lists(st.tuples(st.integers(8, 60), st.sampled_from([0.25, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4)
+SOURCES = st.lists(
+    st.tuples(st.integers(8, 60), st.sampled_from([0.25, 0.5, 1.0, 1.7, 3.0])),
+    min_size=1,
+    max_size=4,
+)
 
 
 def made(sources, batch_size, seed, **arguments):
@@ -69,7 +73,8 @@ def test_sources_come_in_random_order_and_seed_and_epoch_decide():
 
 @pytest.mark.slow
 def test_any_two_pairs_meet_equally_often():
-    """Once each: the expected number of meetings of a random partition. Twice as often, a pair meets twice as many."""
+    """Once each: the expected number of meetings of a random partition. Twice as often, a pair
+    meets twice as many."""
     size, batch_size, epochs = 12, 3, 6000
     for counts in (np.ones(size, int), np.repeat([1, 2], size // 2)):
         draw, met = np.random.default_rng(0), np.zeros((size, size))
@@ -89,10 +94,25 @@ def test_any_two_pairs_meet_equally_often():
 @pytest.mark.parametrize(
     ("sizes", "weights", "arguments", "message"),
     [
-        ([100, 20], [1, 0.01], {}, "source 1 has 20 pairs, of which an epoch draws 0 at weight 0.01"),
-        ([100, 20], [1, 1], {"one_source": True}, "too few for a batch of 32 in batches of one source"),
+        (
+            [100, 20],
+            [1, 0.01],
+            {},
+            "source 1 has 20 pairs, of which an epoch draws 0 at weight 0.01",
+        ),
+        (
+            [100, 20],
+            [1, 1],
+            {"one_source": True},
+            "too few for a batch of 32 in batches of one source",
+        ),
         ([20, 20], [0.5, 0.5], {}, "too few for a batch of 32 from all sources together"),
-        ([100, 10], [1, 100], {"names": ["a", "b"]}, "b has 10 pairs, .* 1000 at weight 100, in 34 batches"),
+        (
+            [100, 10],
+            [1, 100],
+            {"names": ["a", "b"]},
+            "b has 10 pairs, .* 1000 at weight 100, in 34 batches",
+        ),
     ],
 )
 def test_sources_too_small_are_named(sizes, weights, arguments, message):

@@ -23,7 +23,10 @@ Make = Callable[..., BatchSelector]
 
 
 METHODS = ("bisection", "spectral")
-PARTITIONS: list[Make] = [RandomBatches, *(partial(SpectralBatches, method=method, k=3) for method in METHODS)]
+PARTITIONS: list[Make] = [
+    RandomBatches,
+    *(partial(SpectralBatches, method=method, k=3) for method in METHODS),
+]
 
 
 def degenerate(kind: str, num_pairs: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +55,9 @@ def test_each_pair_appears_exactly_once_and_the_remainder_is_dropped(make, size,
     num_pairs, batch_size = size
     selector = make(num_pairs, batch_size, seed=seed)
     batches = selector.select(0, *degenerate(kind, num_pairs, seed))
-    assert batches.shape == (selector.num_batches, batch_size) == (num_pairs // batch_size, batch_size)
+    assert (
+        batches.shape == (selector.num_batches, batch_size) == (num_pairs // batch_size, batch_size)
+    )
     assert batches.dtype == np.int64
     assert len(np.unique(batches)) == batches.size
     assert 0 <= batches.min() <= batches.max() < num_pairs
@@ -67,8 +72,12 @@ def test_batches_are_a_function_of_seed_epoch_and_embeddings(make):
     np.testing.assert_array_equal(first, restored.select(2, left.astype(np.float64), right))
     assert not np.array_equal(first, make(60, 5, seed=3).select(3, left, right))
     assert not np.array_equal(first, make(60, 5, seed=4).select(2, left, right))
-    np.testing.assert_array_equal(make(60, 5).select(0, left), make(60, 5).select(0, left, left.copy()))
-    np.testing.assert_array_equal(make(50, 6, seed=1).select(4), RandomBatches(50, 6, seed=1).select(4))
+    np.testing.assert_array_equal(
+        make(60, 5).select(0, left), make(60, 5).select(0, left, left.copy())
+    )
+    np.testing.assert_array_equal(
+        make(50, 6, seed=1).select(4), RandomBatches(50, 6, seed=1).select(4)
+    )
     assert make.needs_embeddings is False if make is RandomBatches else make(8, 2).needs_embeddings
 
 
@@ -103,12 +112,21 @@ def test_arguments_out_of_range_are_refused(kind, arguments, message):
 
 def test_random_batches_are_uniform():
     selector = RandomBatches(6, 2)
-    together = np.mean([[{0, 5} == set(batch) for batch in selector.select(epoch)] for epoch in range(3000)]) * 3
+    together = (
+        np.mean(
+            [[{0, 5} == set(batch) for batch in selector.select(epoch)] for epoch in range(3000)]
+        )
+        * 3
+    )
     assert together == pytest.approx(1 / 5, abs=0.03)
 
 
 def slow_loss(left: np.ndarray, right: np.ndarray, batch: np.ndarray, temperature: float) -> float:
-    logits = torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T / temperature
+    logits = (
+        torch.from_numpy(left[batch]).double()
+        @ torch.from_numpy(right[batch]).double().T
+        / temperature
+    )
     targets = torch.arange(len(batch))
     return float(cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
 
@@ -129,4 +147,6 @@ def test_the_loss_of_a_batch_is_that_of_the_objective():
     left, right = random_pairs(12, 6, noise=2.0)
     ids = torch.arange(12)
     out = InfoNCE(temperature=0.1)(torch.from_numpy(left), torch.from_numpy(right), ids)
-    assert batch_losses(left, right, ids.numpy()[None], 0.1)[0] == pytest.approx(float(out.loss), rel=1e-5)
+    assert batch_losses(left, right, ids.numpy()[None], 0.1)[0] == pytest.approx(
+        float(out.loss), rel=1e-5
+    )

@@ -28,7 +28,10 @@ def as_sets(batches: np.ndarray) -> set[frozenset[int]]:
 
 def test_the_order_is_random_in_each_epoch():
     left, right, labels = planted(40, 8)
-    orders = [labels[SpectralBatches(320, 8).select(epoch, left, right)[:, 0]].tolist() for epoch in range(2)]
+    orders = [
+        labels[SpectralBatches(320, 8).select(epoch, left, right)[:, 0]].tolist()
+        for epoch in range(2)
+    ]
     assert orders[0] != orders[1]
 
 
@@ -53,7 +56,10 @@ def test_planted_clusters_are_recovered(method, clusters, size):
     batches = SpectralBatches(len(left), size, method=method).select(0, left, right)
     assert purity(batches, labels) > (0.95 if method == "bisection" else 0.999)
     random = RandomBatches(len(left), size).select(0)
-    assert batch_losses(left, right, batches, 0.1).mean() > 1.5 * batch_losses(left, right, random, 0.1).mean()
+    assert (
+        batch_losses(left, right, batches, 0.1).mean()
+        > 1.5 * batch_losses(left, right, random, 0.1).mean()
+    )
 
 
 def separation(points: np.ndarray, low: np.ndarray) -> float:
@@ -84,12 +90,18 @@ def test_nodes_are_split_independently():
         assert {frozenset(a[:12]), frozenset(a[12:])} == {frozenset(b[:12]), frozenset(b[12:])}
 
 
-def slow_weight(u: np.ndarray, v: np.ndarray, k: int, m: int, batch_size: int, temperature: float) -> float:
+def slow_weight(
+    u: np.ndarray, v: np.ndarray, k: int, m: int, batch_size: int, temperature: float
+) -> float:
     """Eq. 5, term by term."""
     total = 0.0
     for i, j in ((k, m), (m, k)):
-        total += math.log(1 + (batch_size - 1) * math.exp(float(u[i] @ (v[j] - v[i])) / temperature))
-        total += math.log(1 + (batch_size - 1) * math.exp(float(v[i] @ (u[j] - u[i])) / temperature))
+        total += math.log(
+            1 + (batch_size - 1) * math.exp(float(u[i] @ (v[j] - v[i])) / temperature)
+        )
+        total += math.log(
+            1 + (batch_size - 1) * math.exp(float(v[i] @ (u[j] - u[i])) / temperature)
+        )
     return total
 
 
@@ -104,12 +116,23 @@ def test_affinity_is_equation_5(batch_size, temperature):
         assert weights[k, m] == pytest.approx(expected, rel=1e-10)
 
 
-@given(batch_size=st.integers(2, 12), seed=st.integers(0, 999), temperature=st.sampled_from([0.05, 0.1, 0.5, 1.0]))
+@given(
+    batch_size=st.integers(2, 12),
+    seed=st.integers(0, 999),
+    temperature=st.sampled_from([0.05, 0.1, 0.5, 1.0]),
+)
 def test_affinity_bounds_the_loss_from_below(batch_size, seed, temperature):
     """And tightly where all negatives are alike."""
-    for left, right in (random_pairs(batch_size, 4, seed, noise=3.0), (np.eye(batch_size), np.eye(batch_size))):
+    for left, right in (
+        random_pairs(batch_size, 4, seed, noise=3.0),
+        (np.eye(batch_size), np.eye(batch_size)),
+    ):
         equation_2 = 2 * batch_losses(left, right, np.arange(batch_size)[None], temperature)[0]
-        bound = affinity(left, right, batch_size, temperature).sum() / 2 / (batch_size * (batch_size - 1))
+        bound = (
+            affinity(left, right, batch_size, temperature).sum()
+            / 2
+            / (batch_size * (batch_size - 1))
+        )
         assert bound <= equation_2 + 1e-5
     assert bound == pytest.approx(equation_2)
 

@@ -26,7 +26,9 @@ def picture(hue: tuple[int, int, int], seed: int) -> Image.Image:
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:32, :32] / 32
     stripes = np.sin(2 * np.pi * (rng.uniform(-3, 3) * x + rng.uniform(-3, 3) * y))[..., None]
-    return Image.fromarray(np.uint8(np.clip(np.array(hue) + 40 * stripes + rng.normal(0, 6, (32, 32, 3)), 0, 255)))
+    return Image.fromarray(
+        np.uint8(np.clip(np.array(hue) + 40 * stripes + rng.normal(0, 6, (32, 32, 3)), 0, 255))
+    )
 
 
 def save_classes(folder: Path, per_class: int = 8, seed: int = 0) -> Path:
@@ -45,8 +47,11 @@ def save_splits(folder: Path, train: int = 10, test: int = 6) -> Path:
     return folder
 
 
-def save_cifar_c(folder: Path, names: tuple[str, ...] = ("fog", "contrast", "snow"), images: int = 6) -> Path:
-    """The layout of CIFAR-C with pictures of the three hues; brighter by corruption and severity."""
+def save_cifar_c(
+    folder: Path, names: tuple[str, ...] = ("fog", "contrast", "snow"), images: int = 6
+) -> Path:
+    """The layout of CIFAR-C with pictures of the three hues; brighter by corruption and
+    severity."""
     folder.mkdir()
     hues = list(HUES.values())
     clean = [np.asarray(picture(hues[image % 3], image), np.int64) for image in range(images)]

@@ -33,6 +33,10 @@ def failure(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     """The one line that a mistake prints."""
     capsys.readouterr()
     assert main([str(word) for word in words]) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.strip() and "items/s" not in line]
+    told = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.strip() and "items/s" not in line
+    ]
     assert len(told) == 1, told
     return told[0].removeprefix("dualenc: error: ")

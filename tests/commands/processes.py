@@ -1,6 +1,7 @@
 """Commands on two processes, as `accelerate launch` starts them on a machine without GPUs.
 
-`accelerate launch tests/commands/processes.py COMMANDS.json` runs each of a list of commands in one pair of processes.
+`accelerate launch tests/commands/processes.py COMMANDS.json` runs each of a list of commands in one
+pair of processes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,26 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_on_two(folder: Path, *commands: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run `dualenc WORDS` for each list of words on the same two gloo processes, and make sure that all end well."""
+    """Run `dualenc WORDS` for each list of words on the same two gloo processes, and make sure that
+    all end well."""
     (folder / "commands.json").write_text(json.dumps(commands))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = f"-m accelerate.commands.launch --num_processes 2 --multi_gpu --main_process_port {port}"
+    launch = (
+        f"-m accelerate.commands.launch --num_processes 2 --multi_gpu --main_process_port {port}"
+    )
     # --multi_gpu makes accelerate start several processes, ACCELERATE_USE_CPU puts them on the CPU.
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     words = [sys.executable, *launch.split(), __file__, str(folder / "commands.json")]
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 

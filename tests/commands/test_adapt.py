@@ -1,4 +1,5 @@
-"""`dualenc adapt`: queries learn to find the documents of an index, whose files stay as they are."""
+"""`dualenc adapt`: queries learn to find the documents of an index, whose files stay as they
+are."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from dualenc.data import read_beir
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import IndexEncoder, load_model
 from dualenc.search import Index
 from tests.commands import toy
@@ -58,18 +59,40 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_linear_map_turns_queries_back(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Documents of no training pair are found, too; the index stays byte for byte, and is searched with the model."""
+def test_a_linear_map_turns_queries_back(
+    turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Documents of no training pair are found, too; the index stays byte for byte, and is searched
+    with the model."""
     before = checksums(turned / "index")
-    words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
-    run(*words, "--learning-rate", 0.02, "--test", turned / "test", "--second", turned / "test", "--keep", 0)
+    words = [
+        "adapt",
+        turned / "index",
+        turned / "clicks.parquet",
+        "--out",
+        tmp_path / "run",
+        "--train",
+        "linear",
+    ]
+    run(
+        *words,
+        "--learning-rate",
+        0.02,
+        "--test",
+        turned / "test",
+        "--second",
+        turned / "test",
+        "--keep",
+        0,
+    )
     report = metrics(tmp_path / "run")
     assert checksums(turned / "index") == before
     assert report["checksum of the index"].endswith("the same after as before")
     quality = {row["queries of"]: row for row in report["quality"]}
     assert quality["new documents"]["original"] < 0.3
     assert quality["new documents"]["adapted"] > 0.9
-    # 24 of 240 pairs are held out; the test queries 200 to 239 whose documents were not have trained ones.
+    # 24 of 240 pairs are held out; the test queries 200 to 239 whose documents were not have
+    # trained ones.
     model = load_model(tmp_path / "run" / "model")
     assert isinstance(model, IndexEncoder)
     assert len(model.trained_ids) == 216
@@ -84,17 +107,32 @@ def test_a_linear_map_turns_queries_back(turned: Path, tmp_path: Path, capsys: p
     ]
     query = pq.read_table(turned / "test" / "queries.parquet").column("vector")[299].as_py()
     np.save(tmp_path / "query.npy", np.array(query, np.float32))
-    hits = found(capsys, turned / "index", tmp_path / "query.npy", "--model", tmp_path / "run" / "model")
+    hits = found(
+        capsys, turned / "index", tmp_path / "query.npy", "--model", tmp_path / "run" / "model"
+    )
     assert hits[0]["id"] == "d299"
 
 
 def test_without_matplotlib_the_page_has_no_curves(
-    turned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    turned: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    words = [turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
+    words = [
+        turned / "index",
+        turned / "clicks.parquet",
+        "--out",
+        tmp_path / "run",
+        "--train",
+        "linear",
+    ]
     run("adapt", *words, "--epochs", 1)
-    assert "report.html has no curves: drawing curves needs the package matplotlib" in capsys.readouterr().out
+    assert (
+        "report.html has no curves: drawing curves needs the package matplotlib"
+        in capsys.readouterr().out
+    )
     page = (tmp_path / "run" / "report.html").read_text()
     assert "new documents" in page
     assert "<figure>" not in page
@@ -105,7 +143,15 @@ def shop(tmp_path_factory: pytest.TempPathFactory, toy_text: Path) -> Path:
     """An index of texts, and clicks of queries that are parts of them, two for each document."""
     folder = tmp_path_factory.mktemp("shop")
     texts = toy.save_documents(folder / "documents.jsonl", 200)
-    run("index", toy_text, folder / "documents.jsonl", "--out", folder / "index", "--factory", "HNSW16")
+    run(
+        "index",
+        toy_text,
+        folder / "documents.jsonl",
+        "--out",
+        folder / "index",
+        "--factory",
+        "HNSW16",
+    )
     with open(folder / "clicks.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["query", "doc_id"])
@@ -115,18 +161,26 @@ def shop(tmp_path_factory: pytest.TempPathFactory, toy_text: Path) -> Path:
     return folder
 
 
-def original_and_adapted(shop: Path, out: Path, toy_text: Path, *options: Any) -> tuple[np.ndarray, ...]:
-    """Vectors of queries by the index's model, by the adapted one, and by the same in sentence-transformers."""
+def original_and_adapted(
+    shop: Path, out: Path, toy_text: Path, *options: Any
+) -> tuple[np.ndarray, ...]:
+    """Vectors of queries by the index's model, by the adapted one, and by the same in
+    sentence-transformers."""
     run("adapt", shop / "index", shop / "clicks.csv", "--out", out, "--epochs", 2, *options)
     queries = ["ant bee cat", "fox gnu", "hen"]
     adapted = load_model(out / "model")
     outside = SentenceTransformer(str(out / "model"), device="cpu")
-    return load_model(toy_text).encode_query(queries), adapted.encode_query(queries), outside.encode(queries)
+    return (
+        load_model(toy_text).encode_query(queries),
+        adapted.encode_query(queries),
+        outside.encode(queries),
+    )
 
 
 @pytest.mark.parametrize("trained", ["perceptron", "linear", "lora", "all"])
 def test_each_kind_of_training(shop: Path, tmp_path: Path, toy_text: Path, trained: str) -> None:
-    """The adapted queries differ from the original ones, and are the same in sentence-transformers."""
+    """The adapted queries differ from the original ones, and are the same in
+    sentence-transformers."""
     options = ["--train", trained, "--keep", 0, "--learning-rate", 3e-3]
     original, adapted, outside = original_and_adapted(shop, tmp_path / "run", toy_text, *options)
     assert np.abs(original - adapted).max() > 1e-3
@@ -145,11 +199,23 @@ def test_all_of_the_original_weights(shop: Path, tmp_path: Path, toy_text: Path)
 
 def test_numbers_are_those_of_an_evaluation(shop: Path, tmp_path: Path, toy_text: Path) -> None:
     """The report's nDCG@10 of held-out queries, against ranks by a matrix product."""
-    run("adapt", shop / "index", shop / "clicks.csv", "--out", tmp_path / "run", "--epochs", 1, "--held-out", 0.3)
+    run(
+        "adapt",
+        shop / "index",
+        shop / "clicks.csv",
+        "--out",
+        tmp_path / "run",
+        "--epochs",
+        1,
+        "--held-out",
+        0.3,
+    )
     report = metrics(tmp_path / "run")
     model = load_model(tmp_path / "run" / "model")
     assert isinstance(model, IndexEncoder)
-    documents = [row["text"] for row in map(json.loads, (shop / "documents.jsonl").read_text().splitlines())]
+    documents = [
+        row["text"] for row in map(json.loads, (shop / "documents.jsonl").read_text().splitlines())
+    ]
     vectors = load_model(toy_text).encode_document(documents)
     relevant: dict[str, set[int]] = {}
     with open(shop / "clicks.csv", newline="") as stream:
@@ -160,16 +226,35 @@ def test_numbers_are_those_of_an_evaluation(shop: Path, tmp_path: Path, toy_text
     for query, scores in zip(relevant, model.encode_query(list(relevant)) @ vectors.T):
         if not relevant[query] & trained:
             top = np.argsort(-scores)[:10]
-            gain = sum(1 / np.log2(place + 2) for place, row in enumerate(top) if row in relevant[query])
-            gains.append(gain / sum(1 / np.log2(place + 2) for place in range(min(10, len(relevant[query])))))
+            gain = sum(
+                1 / np.log2(place + 2) for place, row in enumerate(top) if row in relevant[query]
+            )
+            gains.append(
+                gain / sum(1 / np.log2(place + 2) for place in range(min(10, len(relevant[query]))))
+            )
     new = report["quality"][0]
     assert new["queries"] == len(gains)
-    assert new["adapted"] == pytest.approx(np.mean(gains), abs=2e-3)  # half precision decides near ties
+    assert new["adapted"] == pytest.approx(
+        np.mean(gains), abs=2e-3
+    )  # half precision decides near ties
 
 
-def test_an_interrupted_training_goes_on(shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that is stopped in its training and resumed gives the weights of an uninterrupted one."""
-    words = ["adapt", shop / "index", shop / "clicks.csv", "--train", "all", "--epochs", 2, "--held-out", 0.2]
+def test_an_interrupted_training_goes_on(
+    shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is stopped in its training and resumed gives the weights of an uninterrupted
+    one."""
+    words = [
+        "adapt",
+        shop / "index",
+        shop / "clicks.csv",
+        "--train",
+        "all",
+        "--epochs",
+        2,
+        "--held-out",
+        0.2,
+    ]
     run(*words, "--out", tmp_path / "whole")
     from dualenc.training.loop import Loop
 
@@ -191,29 +276,53 @@ def test_an_interrupted_training_goes_on(shop: Path, tmp_path: Path, monkeypatch
         assert torch.equal(weight, whole[name]), name
 
 
-def test_the_model_is_found_beside_an_index_that_was_moved_with_it(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+def test_the_model_is_found_beside_an_index_that_was_moved_with_it(
+    shop: Path, tmp_path: Path, toy_text: Path
+) -> None:
     for source, name in ((shop / "index", "index"), (toy_text, "model")):
         shutil.copytree(source, tmp_path / "moved" / name)
     path = tmp_path / "moved" / "index" / "meta.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": str(tmp_path / "before" / "model")}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"model": str(tmp_path / "before" / "model")})
+    )
     run("adapt", path.parent, shop / "clicks.csv", "--out", tmp_path / "out", "--epochs", 1)
     assert (tmp_path / "out" / "model").is_dir()
 
 
-def test_embeddings_and_their_texts_are_as_good_as_an_index(shop: Path, tmp_path: Path, toy_text: Path) -> None:
+def test_embeddings_and_their_texts_are_as_good_as_an_index(
+    shop: Path, tmp_path: Path, toy_text: Path
+) -> None:
     """A folder of embeddings gives the model that its index gives."""
     run("embed", toy_text, shop / "documents.jsonl", "--out", tmp_path / "emb")
     assert len(Embeddings.open(tmp_path / "emb")) == 200
     rows = []
     for source in (shop / "index", tmp_path / "emb"):
-        run("adapt", source, shop / "clicks.csv", "--out", tmp_path / f"run-{source.name}", "--epochs", 2)
+        run(
+            "adapt",
+            source,
+            shop / "clicks.csv",
+            "--out",
+            tmp_path / f"run-{source.name}",
+            "--epochs",
+            2,
+        )
         rows.append([row["adapted"] for row in metrics(tmp_path / f"run-{source.name}")["quality"]])
     np.testing.assert_allclose(rows[0], rows[1], atol=0.02)
 
 
 @pytest.mark.nightly
 def test_two_processes_give_the_model_of_one(shop: Path, tmp_path: Path) -> None:
-    words = ["adapt", shop / "index", shop / "clicks.csv", "--epochs", 2, "--device", "cpu", "--seed", 1]
+    words = [
+        "adapt",
+        shop / "index",
+        shop / "clicks.csv",
+        "--epochs",
+        2,
+        "--device",
+        "cpu",
+        "--seed",
+        1,
+    ]
     run(*words, "--out", tmp_path / "one")
     run_on_two(tmp_path, [*map(str, words), "--out", str(tmp_path / "two")])
     one = load_model(tmp_path / "one" / "model").state_dict()
@@ -235,7 +344,15 @@ def test_two_processes_give_the_model_of_one(shop: Path, tmp_path: Path) -> None
 def test_refusals(
     turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[Any], named: str
 ) -> None:
-    line = failure(capsys, "adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", *options)
+    line = failure(
+        capsys,
+        "adapt",
+        turned / "index",
+        turned / "clicks.parquet",
+        "--out",
+        tmp_path / "run",
+        *options,
+    )
     assert named in line
     assert not (tmp_path / "run").exists()
 
@@ -246,28 +363,59 @@ def test_a_second_task_with_the_ids_of_the_index_has_its_own_documents(
     """Rows are ids of many tables."""
     other = toy.write_beir(tmp_path / "other", documents=60)
     assert set(read_beir(other).corpus.ids) < set(Index.open(shop / "index").ids)
-    words = ["adapt", shop / "index", shop / "clicks.csv", "--out", tmp_path / "run", "--epochs", 1, "--keep", 1]
+    words = [
+        "adapt",
+        shop / "index",
+        shop / "clicks.csv",
+        "--out",
+        tmp_path / "run",
+        "--epochs",
+        1,
+        "--keep",
+        1,
+    ]
     run(*words, "--second", other)
-    (row,) = [row for row in metrics(tmp_path / "run")["quality"] if row["queries of"] == "second task: other"]
-    expected = evaluated("retrieval", tmp_path / "out", toy_text, other)["systems"][toy_text.name]["mean"]["ndcg@10"]
+    (row,) = [
+        row
+        for row in metrics(tmp_path / "run")["quality"]
+        if row["queries of"] == "second task: other"
+    ]
+    expected = evaluated("retrieval", tmp_path / "out", toy_text, other)["systems"][toy_text.name][
+        "mean"
+    ]["ndcg@10"]
     assert row["original"] == pytest.approx(expected, abs=1e-3)
 
 
-def test_an_adaptation_is_not_begun_again(shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adaptation_is_not_begun_again(
+    shop: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A finished run is refused without --resume, and kept; few pairs are not held out."""
     (tmp_path / "two.csv").write_text("query,doc_id\nant bee,d0\ncat dog,d1\n")
-    words = ["adapt", shop / "index", tmp_path / "two.csv", "--out", tmp_path / "run", "--epochs", 1]
+    words = [
+        "adapt",
+        shop / "index",
+        tmp_path / "two.csv",
+        "--out",
+        tmp_path / "run",
+        "--epochs",
+        1,
+    ]
     run(*words)
     printed = capsys.readouterr().out
     assert "nothing was measured" in printed
-    assert "cannot tell whether adapting helps, so the model is the original: no query could be" in printed
+    assert (
+        "cannot tell whether adapting helps, so the model is the original: no query could be"
+        in printed
+    )
     assert "no query could be held out" in metrics(tmp_path / "run")["chosen by"]
     assert "--resume" in failure(capsys, *words)
     run(*words, "--resume")
     assert (tmp_path / "run" / "model" / "modules.json").is_file()
 
 
-def test_another_folder_is_not_overwritten(turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_folder_is_not_overwritten(
+    turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path]
     for name in ("mine.txt", "work/mine.txt", "training/mine.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -280,11 +428,22 @@ def test_other_tasks_fit_the_clicks_and_the_index(
     turned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before anything is trained; a map of vectors is searched with a vector."""
-    words = ["adapt", turned / "index", turned / "clicks.parquet", "--out", tmp_path / "run", "--train", "linear"]
+    words = [
+        "adapt",
+        turned / "index",
+        turned / "clicks.parquet",
+        "--out",
+        tmp_path / "run",
+        "--train",
+        "linear",
+    ]
     texts = toy.write_beir(tmp_path / "beir")
     (texts / "qrels" / "test.tsv").write_text("d0\td0\t1\n")
     line = failure(capsys, *words, "--test", texts)
-    assert "test-queries are of kind text, and the queries to train on vector; give both as one of them" in line
+    assert (
+        "test-queries are of kind text, and the queries to train on vector; give both as one of them"
+        in line
+    )
     strange = Path(shutil.copytree(turned / "test", tmp_path / "strange"))
     (strange / "qrels" / "test.tsv").write_text("q0\tnowhere\t1\n")
     assert "holds none of its 1 judged documents" in failure(capsys, *words, "--test", strange)
@@ -300,17 +459,32 @@ def test_the_original_stays_where_too_little_is_held_out(
     """Neither no held-out query nor a few documents show what adapting costs; --keep decides."""
     lines = (shop / "clicks.csv").read_text().splitlines()
     (tmp_path / "few.csv").write_text("\n".join(lines[: clicks + 1]) + "\n")
-    words = ["adapt", shop / "index", tmp_path / "few.csv", "--out", tmp_path / "run", "--epochs", 3]
+    words = [
+        "adapt",
+        shop / "index",
+        tmp_path / "few.csv",
+        "--out",
+        tmp_path / "run",
+        "--epochs",
+        3,
+    ]
     words += ["--learning-rate", 0.01]
     run(*words)
-    assert "cannot tell whether adapting helps, so the model is the original" in capsys.readouterr().out
+    assert (
+        "cannot tell whether adapting helps, so the model is the original"
+        in capsys.readouterr().out
+    )
     assert metrics(tmp_path / "run")["original weights kept"] == 1
     queries = ["ant bee cat", "fox gnu", "hen"]
     original = load_model(toy_text).encode_query(queries)
-    np.testing.assert_allclose(load_model(tmp_path / "run" / "model").encode_query(queries), original, atol=1e-6)
+    np.testing.assert_allclose(
+        load_model(tmp_path / "run" / "model").encode_query(queries), original, atol=1e-6
+    )
     run(*words, "--keep", 0, "--resume")
     assert "cannot tell whether adapting helps, and --keep 0 was used" in capsys.readouterr().out
-    assert np.abs(load_model(tmp_path / "run" / "model").encode_query(queries) - original).max() > 1e-3
+    assert (
+        np.abs(load_model(tmp_path / "run" / "model").encode_query(queries) - original).max() > 1e-3
+    )
 
 
 def test_documents_are_a_beir_folder_of_vectors(turned: Path, tmp_path: Path) -> None:

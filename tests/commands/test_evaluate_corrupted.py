@@ -28,9 +28,19 @@ def evaluate(out: Path, *words: Any, workers: int = 0) -> dict[str, Any]:
 @pytest.mark.slow
 def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
     found = evaluate(tmp_path / "out", image_model, data, *FEW, "--train", data)
-    assert (found["corrupted"]["images"], found["plain"]["images"], found["robustness"]["images"]) == (9, 9, 9)
-    assert {name for name in found["corrupted"] if "/" in name} == {"top1/gaussian_noise", "top1/fog", "top1/pixelate"}
-    by_corruption = [found["corrupted"][f"top1/{name}"] for name in ("gaussian_noise", "fog", "pixelate")]
+    assert (
+        found["corrupted"]["images"],
+        found["plain"]["images"],
+        found["robustness"]["images"],
+    ) == (9, 9, 9)
+    assert {name for name in found["corrupted"] if "/" in name} == {
+        "top1/gaussian_noise",
+        "top1/fog",
+        "top1/pixelate",
+    }
+    by_corruption = [
+        found["corrupted"][f"top1/{name}"] for name in ("gaussian_noise", "fog", "pixelate")
+    ]
     assert found["corrupted"]["top1"] == pytest.approx(np.mean(by_corruption))
     assert found["robustness"]["clean_accuracy"] > 0.8
     errors = [error for row in found["robustness"]["errors"].values() for error in row.values()]
@@ -41,15 +51,24 @@ def test_all_three_parts(image_model: Path, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_change_nothing_and_other_settings_do(image_model: Path, data: Path, tmp_path: Path) -> None:
+def test_workers_change_nothing_and_other_settings_do(
+    image_model: Path, data: Path, tmp_path: Path
+) -> None:
     one = evaluate(tmp_path / "one", image_model, data, *FEW)
     assert evaluate(tmp_path / "two", image_model, data, *FEW, workers=2) == one
-    assert evaluate(tmp_path / "two", image_model, data, *FEW, "--severity", "5", "--seed", "3") != one
-    assert evaluate(tmp_path / "few", image_model, data, *FEW, "--limit", "4")["corrupted"]["images"] == 4
+    assert (
+        evaluate(tmp_path / "two", image_model, data, *FEW, "--severity", "5", "--seed", "3") != one
+    )
+    assert (
+        evaluate(tmp_path / "few", image_model, data, *FEW, "--limit", "4")["corrupted"]["images"]
+        == 4
+    )
 
 
 @pytest.mark.slow
-def test_cifar_c_is_read_and_needs_no_clean_images(image_model: Path, data: Path, tmp_path: Path) -> None:
+def test_cifar_c_is_read_and_needs_no_clean_images(
+    image_model: Path, data: Path, tmp_path: Path
+) -> None:
     folder = save_cifar_c(tmp_path / "cifar-c")
     found = evaluate(tmp_path / "out", image_model, folder, "--train", data / "train")
     assert set(found["robustness"]["errors"]) == {"fog", "contrast", "snow"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from tests.commands.in_process import evaluated
 from tests.commands.toy import write_captioned
 
@@ -16,19 +16,29 @@ from tests.commands.toy import write_captioned
 def test_recall_both_ways_from_the_embeddings(
     toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12 queries."""
+    """6 images with 2 captions each; 3 images share one caption, so there are 10 texts and 12
+    queries."""
     data, out = write_captioned(tmp_path / "data"), tmp_path / "out"
     measured = evaluated("image-text", out, toy_clip, data)
     assert (measured["images"], measured["texts"]) == (6, 12)
     images = np.asarray(Embeddings.open(out / "embeddings" / "images-test").vectors)
     texts = np.asarray(Embeddings.open(out / "embeddings" / "texts-test").vectors)
     assert len(texts) == 10
-    captions = [[0, 1], [2, 3], [4, 5], [2, 6], [7, 8], [2, 9]]  # in order of appearance; text 2 is shared
+    captions = [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [2, 6],
+        [7, 8],
+        [2, 9],
+    ]  # in order of appearance; text 2 is shared
     similarity = images @ texts.T
     hits = [bool(set(np.argsort(-similarity[i])[:5]) & set(captions[i])) for i in range(6)]
     assert measured["metrics"]["image_to_text_recall@5"] == pytest.approx(np.mean(hits))
     queries = [(text, image) for image, own in enumerate(captions) for text in own]
-    owners = {text: {image for image, own in enumerate(captions) if text in own} for text, _ in queries}
+    owners = {
+        text: {image for image, own in enumerate(captions) if text in own} for text, _ in queries
+    }
     hits = [np.argmax(similarity[:, text]) in owners[text] for text, _ in queries]
     assert measured["metrics"]["text_to_image_recall@1"] == pytest.approx(np.mean(hits))
     assert "image to text" in (out / "report.html").read_text()

@@ -14,7 +14,7 @@ from dualenc.commands.labelled_images import open_images
 from dualenc.data import open_corpus
 from dualenc.data.labels import align_labels
 from dualenc.encoders import load_model
-from dualenc.search.embed import embed
+from dualenc.search.embed.encode import embed
 from tests.commands.image_models import save_splits
 from tests.commands.in_process import evaluated
 
@@ -29,16 +29,25 @@ def evaluate(out: Path, *words: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_every_probe_is_in_the_metrics_and_in_the_report(image_model: Path, data: Path, tmp_path: Path) -> None:
+def test_every_probe_is_in_the_metrics_and_in_the_report(
+    image_model: Path, data: Path, tmp_path: Path
+) -> None:
     metrics = evaluate(tmp_path / "out", image_model, data)
     assert (metrics["train_images"], metrics["test_images"]) == (30, 18)
     assert list(metrics["accuracy"]) == ["1-NN", "20-NN, weighted", "linear, L-BFGS"]
-    assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9, "three hues are easily told apart"
+    assert metrics["accuracy"]["linear, L-BFGS"]["accuracy"] > 0.9, (
+        "three hues are easily told apart"
+    )
     assert "20-NN, weighted" in (tmp_path / "out" / "report.html").read_text()
     tower = load_model(str(image_model)).left
     parts = {part: open_corpus(data / part, modality="image") for part in ("train", "test")}
-    features = {part: np.asarray(embed(tower, corpus, output="features").vectors) for part, corpus in parts.items()}
-    reference = KNeighborsClassifier(1, metric="cosine").fit(features["train"], parts["train"].labels)
+    features = {
+        part: np.asarray(embed(tower, corpus, output="features").vectors)
+        for part, corpus in parts.items()
+    }
+    reference = KNeighborsClassifier(1, metric="cosine").fit(
+        features["train"], parts["train"].labels
+    )
     expected = reference.score(features["test"], parts["test"].labels)
     assert metrics["accuracy"]["1-NN"]["accuracy"] == pytest.approx(expected)
 
@@ -48,7 +57,10 @@ def test_limits_take_images_of_all_classes(toy_clip: Path, data: Path, tmp_path:
     """Of the image tower of an image-text model."""
     metrics = evaluate(tmp_path / "out", toy_clip, data, "--limit", "9", "--train-limit", "15")
     assert (metrics["train_images"], metrics["test_images"]) == (15, 9)
-    chosen = [set(open_images(str(data / "train"), "train", limit=15, seed=seed).ids) for seed in (0, 0, 1)]
+    chosen = [
+        set(open_images(str(data / "train"), "train", limit=15, seed=seed).ids)
+        for seed in (0, 0, 1)
+    ]
     assert chosen[0] == chosen[1] != chosen[2]
 
 
@@ -83,10 +95,15 @@ def test_images_without_a_label_are_left_out_and_counted(
 ) -> None:
     expected = evaluate(tmp_path / "expected", image_model, data)["accuracy"]
     for part in ("train", "test"):
-        rows = [f"{path.relative_to(data)},{path.parent.name}" for path in sorted((data / part).rglob("*.png"))]
+        rows = [
+            f"{path.relative_to(data)},{path.parent.name}"
+            for path in sorted((data / part).rglob("*.png"))
+        ]
         rows += [f"{row.partition(',')[0]}," for row in rows[::5]]
         (data / f"{part}.csv").write_text("\n".join(["image,label", *rows]) + "\n")
-    metrics = evaluate(tmp_path / "out", image_model, data / "test.csv", "--train", data / "train.csv")
+    metrics = evaluate(
+        tmp_path / "out", image_model, data / "test.csv", "--train", data / "train.csv"
+    )
     assert (metrics["train_images"], metrics["test_images"]) == (30, 18)
     for name, row in metrics["accuracy"].items():
         assert row["accuracy"] == expected[name]["accuracy"]

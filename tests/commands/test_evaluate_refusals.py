@@ -66,11 +66,20 @@ REFUSALS = [
     ("corrupted {image} {colours} --train {colours}/", "a probe would be tested on its own images"),
     ("probe {image} {few.txt}", "name others: --train"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
-    ("corrupted {image} {splits} --corruptions fogg,fog", "unknown corruption fogg (did you mean fog?)"),
+    (
+        "corrupted {image} {splits} --corruptions fogg,fog",
+        "unknown corruption fogg (did you mean fog?)",
+    ),
     ("corrupted {image} {splits} --corruptions fog,fog", "give two or more different ones"),
     (f"{CORRUPTED} --severity 9", 'Invalid value "9" for --severity. Must be <= 5.'),
-    ("corrupted {image} {cifar-c} --corruptions frost", "frost.npy: no such file or folder; there are snow"),
-    ("retrieval {text} {pairs.csv} --split train[:50%]", "no split 'train[:50%]'; there are: train"),
+    (
+        "corrupted {image} {cifar-c} --corruptions frost",
+        "frost.npy: no such file or folder; there are snow",
+    ),
+    (
+        "retrieval {text} {pairs.csv} --split train[:50%]",
+        "no split 'train[:50%]'; there are: train",
+    ),
 ]
 
 
@@ -87,7 +96,11 @@ def places(
 
 @pytest.mark.parametrize(("line", "message"), REFUSALS, ids=[line for line, _ in REFUSALS])
 def test_a_refusal_is_one_line_and_leaves_nothing(
-    line: str, message: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str,
+    message: str,
+    places: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, place in places.items():
         line = line.replace(f"{{{name}}}", str(place))
@@ -102,13 +115,19 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     place: str, places: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("mine")
-    line = failure(capsys, "evaluate", "probe", places["image"], places["splits"], "--out", tmp_path / place)
+    line = failure(
+        capsys, "evaluate", "probe", places["image"], places["splits"], "--out", tmp_path / place
+    )
     assert "cannot be written" in line
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_classes_without_names_need_a_file(toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_classes_without_names_need_a_file(
+    toy_clip: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = save_classes(tmp_path / "numbered", per_class=2)
     for number, place in enumerate(sorted(folder.iterdir())):
         place.rename(folder / str(number))
-    assert "give them with --class_names FILE" in failure(capsys, "evaluate", "zero-shot", toy_clip, folder)
+    assert "give them with --class_names FILE" in failure(
+        capsys, "evaluate", "zero-shot", toy_clip, folder
+    )

@@ -1,4 +1,5 @@
-"""`dualenc evaluate retrieval` as a user runs it: files and numbers, with trec_eval as the witness."""
+"""`dualenc evaluate retrieval` as a user runs it: files and numbers, with trec_eval as the
+witness."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import pytest
 import pytrec_eval
 import torch
 
-from dualenc.data.beir import expand_name, read_beir
+from dualenc.data.readers.beir import expand_name, read_beir
 from dualenc.encoders import load_model
-from dualenc.encoders.frozen import IndexEncoder
+from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.search import Index
 from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
@@ -41,10 +42,15 @@ def adapted(folder: Path, toy_text: Path, index: Path, trained_ids: Sequence[str
     """The query tower of a model with other weights, for an index."""
     model = load_model(toy_text)
     meta = Index.open(index).meta
-    encoder = IndexEncoder(model, {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")})
+    encoder = IndexEncoder(
+        model, {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")}
+    )
     with torch.no_grad():
         for weight in encoder.left.parameters():
-            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+            weight.add_(
+                0.1
+                * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+            )
     encoder.trained_ids = list(trained_ids)
     encoder.save(folder)
     return folder
@@ -61,13 +67,17 @@ def trec_ndcg(qrels: dict[str, dict[str, int]], file: Path) -> float:
 
 
 @pytest.mark.slow
-def test_one_folder(toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_folder(
+    toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     systems = evaluated("retrieval", tmp_path, toy_text, data, "--bm25")["systems"]
     scores = systems["toy-text"]["datasets"]["toy"]
     assert (scores["queries"], scores["documents"]) == (8, 40)
     qrels = read_qrels(data / "qrels" / "test.tsv")
     for folder, system in ((tmp_path, "toy-text"), (tmp_path / "bm25", "BM25")):
-        assert systems[system]["mean"]["ndcg@10"] == pytest.approx(trec_ndcg(qrels, folder / "run.trec"))
+        assert systems[system]["mean"]["ndcg@10"] == pytest.approx(
+            trec_ndcg(qrels, folder / "run.trec")
+        )
         assert read_per_query(folder / "per_query.ndjson").keys() == qrels.keys()
     # A query is a part of its document, so BM25 all but solves this; random weights do not.
     assert systems["BM25"]["mean"]["recall@10"] > 0.8
@@ -82,12 +92,19 @@ def test_one_folder(toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.C
 def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
     toy_text: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Left texts are the queries, right texts the corpus; a query in two rows has two right documents."""
+    """Left texts are the queries, right texts the corpus; a query in two rows has two right
+    documents."""
     pairs = tmp_path / "pairs.csv"
-    pairs.write_text("a,b\nwhat is a fox,an animal\nwhat is a wing,a part of a bird\nwhat is a fox,it is red\n")
-    assert "cannot tell which column is left_column" in failure(capsys, "evaluate", "retrieval", toy_text, pairs)
+    pairs.write_text(
+        "a,b\nwhat is a fox,an animal\nwhat is a wing,a part of a bird\nwhat is a fox,it is red\n"
+    )
+    assert "cannot tell which column is left_column" in failure(
+        capsys, "evaluate", "retrieval", toy_text, pairs
+    )
     named = ("--left-column", "a", "--right-column", "b", "--bm25")
-    system = evaluated("retrieval", tmp_path / "out", toy_text, data, pairs, *named)["systems"]["toy-text"]
+    system = evaluated("retrieval", tmp_path / "out", toy_text, data, pairs, *named)["systems"][
+        "toy-text"
+    ]
     assert system["datasets"].keys() == {"toy", "pairs"}
     scores = system["datasets"]["pairs"]
     assert (scores["queries"], scores["documents"]) == (2, 3)
@@ -102,7 +119,8 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
 def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
     toy_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Folders where the hub's names lead, in the hub's layout, give what BEIR folders of the same rows give."""
+    """Folders where the hub's names lead, in the hub's layout, give what BEIR folders of the same
+    rows give."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     values = []
@@ -113,7 +131,12 @@ def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
             for part in ("corpus", "queries")
         )
         qrels = read_qrels(folder / "qrels" / "test.tsv")
-        nano(Path(name), documents, queries, [(query, document) for query in qrels for document in qrels[query]])
+        nano(
+            Path(name),
+            documents,
+            queries,
+            [(query, document) for query in qrels for document in qrels[query]],
+        )
     system = evaluated("retrieval", tmp_path / "out", toy_text, "NanoBEIR")["systems"]["toy-text"]
     for number, name in enumerate(expand_name("NanoBEIR")):
         qrels = read_qrels(tmp_path / f"beir{number}" / "qrels" / "test.tsv")
@@ -128,11 +151,16 @@ def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rrf", "weighted"])
-def test_hybrid_is_the_fusion_of_the_runs_beside_it(toy_text: Path, data: Path, tmp_path: Path, method: Any) -> None:
+def test_hybrid_is_the_fusion_of_the_runs_beside_it(
+    toy_text: Path, data: Path, tmp_path: Path, method: Any
+) -> None:
     measured = evaluated("retrieval", tmp_path, toy_text, data, "--hybrid", method, "--weight", 0.3)
     both = [read_trec(tmp_path / "run.trec"), read_trec(tmp_path / "bm25" / "run.trec")]
     for query, documents in read_trec(tmp_path / "hybrid" / "run.trec").items():
-        rankings = [sorted(one.get(query, {}).items(), key=lambda pair: pair[::-1], reverse=True) for one in both]
+        rankings = [
+            sorted(one.get(query, {}).items(), key=lambda pair: pair[::-1], reverse=True)
+            for one in both
+        ]
         expected = dict(fuse(rankings, method, weights=[0.3, 0.7]))
         assert documents == pytest.approx({name: expected[name] for name in documents}, abs=1e-4)
     assert set(measured["systems"]) == {"toy-text", "BM25", "hybrid"}
@@ -140,23 +168,32 @@ def test_hybrid_is_the_fusion_of_the_runs_beside_it(toy_text: Path, data: Path, 
     assert (measured["hybrid"], measured["weight"]) == (method, 0.3)
 
 
-def test_a_model_with_the_name_of_another_system_keeps_its_results(toy_text: Path, data: Path, tmp_path: Path) -> None:
+def test_a_model_with_the_name_of_another_system_keeps_its_results(
+    toy_text: Path, data: Path, tmp_path: Path
+) -> None:
     (tmp_path / "hybrid").symlink_to(toy_text)
-    measured = evaluated("retrieval", tmp_path / "out", tmp_path / "hybrid", data, "--hybrid", "rrf")["systems"]
-    expected = evaluated("retrieval", tmp_path / "alone", toy_text, data)["systems"]["toy-text"]["mean"]
+    measured = evaluated(
+        "retrieval", tmp_path / "out", tmp_path / "hybrid", data, "--hybrid", "rrf"
+    )["systems"]
+    expected = evaluated("retrieval", tmp_path / "alone", toy_text, data)["systems"]["toy-text"][
+        "mean"
+    ]
     assert set(measured) == {"hybrid (model)", "BM25", "hybrid"}
     assert measured["hybrid (model)"]["mean"] == expected
 
 
 def numbered(folder: Path, offset: int) -> Path:
-    """Ten queries and ten documents, both with the ids 0 to 9; number n is answered by number n + offset."""
+    """Ten queries and ten documents, both with the ids 0 to 9; number n is answered by number n +
+    offset."""
     (folder / "qrels").mkdir(parents=True)
     words = [*WORDS[:6], *ANIMALS[:4]]
     queries = [{"_id": str(row), "text": words[(row + offset) % 10]} for row in range(10)]
     (folder / "queries.jsonl").write_text("\n".join(map(json.dumps, queries)))
     documents = [{"_id": str(row), "text": word} for row, word in enumerate(words)]
     (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, documents)))
-    (folder / "qrels" / "test.tsv").write_text("".join(f"{row}\t{(row + offset) % 10}\t1\n" for row in range(10)))
+    (folder / "qrels" / "test.tsv").write_text(
+        "".join(f"{row}\t{(row + offset) % 10}\t1\n" for row in range(10))
+    )
     return folder
 
 
@@ -165,9 +202,9 @@ def numbered(folder: Path, offset: int) -> Path:
 def test_queries_and_documents_may_be_numbered_alike(
     toy_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, offset: int, judged: int
 ) -> None:
-    systems = evaluated("retrieval", tmp_path / "out", toy_text, numbered(tmp_path / "n", offset), "--hybrid", "rrf")[
-        "systems"
-    ]
+    systems = evaluated(
+        "retrieval", tmp_path / "out", toy_text, numbered(tmp_path / "n", offset), "--hybrid", "rrf"
+    )["systems"]
     assert systems["BM25"]["mean"]["ndcg@10"] == 1
     assert [system["mean"]["recall@100"] for system in systems.values()] == [1, 1, 1]
     counts = f"{judged} of these documents are judged and kept, the other {10 - judged} are removed"
@@ -182,7 +219,9 @@ def test_documents_of_an_index_are_ranked_as_if_they_were_embedded(
 ) -> None:
     before = fingerprint(index)
     own = evaluated("retrieval", tmp_path / "own", toy_text, data, "--bm25")["systems"]
-    again = evaluated("retrieval", tmp_path / "again", toy_text, data, "--bm25", "--documents", index)["systems"]
+    again = evaluated(
+        "retrieval", tmp_path / "again", toy_text, data, "--bm25", "--documents", index
+    )["systems"]
     for system in ("toy-text", "BM25"):
         assert again[system]["datasets"]["toy"] == own[system]["datasets"]["toy"]
     bare = tmp_path / "toy"
@@ -190,7 +229,9 @@ def test_documents_of_an_index_are_ranked_as_if_they_were_embedded(
     (bare / "corpus.jsonl").unlink()
     with open(bare / "qrels" / "test.tsv", "a") as file:
         file.write("d1\tunknown\t1\n")
-    scores = evaluated("retrieval", tmp_path / "bare", toy_text, bare, "--documents", index)["systems"]["toy-text"]
+    scores = evaluated("retrieval", tmp_path / "bare", toy_text, bare, "--documents", index)[
+        "systems"
+    ]["toy-text"]
     assert "1 judged document that is not in the corpus (kept as never found)" in caplog.text
     assert (scores["datasets"]["toy"]["queries"], scores["datasets"]["toy"]["documents"]) == (8, 40)
     expected = trec_ndcg(read_qrels(bare / "qrels" / "test.tsv"), tmp_path / "bare" / "run.trec")
@@ -218,7 +259,10 @@ def test_an_adapted_model_is_scored_by_what_it_has_seen(
     for query, vector in zip(read_beir(data).queries.ids, queries):
         scores = {hit.id: hit.score for hit in documents.search(vector, 40)[0] if hit.id != query}
         assert ranking[query] == pytest.approx(scores, abs=2e-3)
-    parts = {"adapted: documents seen in training": seen, "adapted: documents not seen": sorted(qrels)[3:]}
+    parts = {
+        "adapted: documents seen in training": seen,
+        "adapted: documents not seen": sorted(qrels)[3:],
+    }
     assert list(systems) == ["adapted", *parts]
     for system, part in parts.items():
         scores = systems[system]["datasets"]["toy"]
@@ -244,8 +288,16 @@ def test_documents_that_do_not_fit(
     (tmp_path / "pairs.csv").write_text("query,document\na,b\n")
     documents = ("--documents", index)
     cases = {
-        (model, bare): "adapted: encodes queries for the vectors of an index; name it by --documents INDEX",
-        (model, data, "--documents", tmp_path / "theirs"): "the model was adapted for an index of other vectors",
+        (
+            model,
+            bare,
+        ): "adapted: encodes queries for the vectors of an index; name it by --documents INDEX",
+        (
+            model,
+            data,
+            "--documents",
+            tmp_path / "theirs",
+        ): "the model was adapted for an index of other vectors",
         (other, data, *documents): "was built with other weights than the model has now",
         (toy_text, tmp_path / "renamed", *documents): "holds none of its 2 judged documents",
         (toy_text, tmp_path / "fewer", *documents, "--bm25"): "its corpus lacks 'd30', which is in",

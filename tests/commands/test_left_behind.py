@@ -1,4 +1,5 @@
-"""Folders and files beside an output: those of somebody else stay, and what a kill has left is finished or removed."""
+"""Folders and files beside an output: those of somebody else stay, and what a kill has left is
+finished or removed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.documents import open_documents
-from dualenc.search.migrate import Migration
+from dualenc.search.migration.stages import Migration
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 from tests.commands.test_migrate_changes import changes, contents
@@ -44,7 +45,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", 80)
+    monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", 80)
     return Path(shutil.copytree(made / "index", tmp_path / "index"))
 
 
@@ -80,7 +81,12 @@ def test_a_strangers_folder_beside_an_index_stays(
     work = Path(f"{index}.migration")
     make(work)
     before = contents(index.parent)
-    for words in ((made / "new",), (made / "new", "--report-only"), ("--rollback",), ("--rollback", "--discard")):
+    for words in (
+        (made / "new",),
+        (made / "new", "--report-only"),
+        ("--rollback",),
+        ("--rollback", "--discard"),
+    ):
         line = failure(capsys, "migrate", index, *words)
         assert line == f"{work}: exists and was not written by a migration; move it away"
         assert contents(index.parent) == before
@@ -91,7 +97,9 @@ def test_a_strangers_folder_beside_an_index_stays(
     assert len(Index.open(index)) == DOCUMENTS - 2
 
 
-def test_a_strangers_page_beside_an_index_stays(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strangers_page_beside_an_index_stays(
+    made: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = Path(f"{index}.migration.html")
     page.write_text("<h1>my own page</h1>")
     line = failure(capsys, "migrate", index, made / "new", "--report-only")
@@ -113,7 +121,10 @@ def test_strangers_folders_beside_other_outputs_stay(
         ".built.part": (built, "holds 'notes.txt', which dualenc did not write; move it away"),
         ".built.embeddings": (built, "exists and holds no embeddings"),
         ".mined.jsonl.mining": (mined, "exists and was not left by mining; move it away"),
-        ".mined.jsonl.part": (mined, "holds 'notes.txt', which dualenc did not write; move it away"),
+        ".mined.jsonl.part": (
+            mined,
+            "holds 'notes.txt', which dualenc did not write; move it away",
+        ),
     }
     for name, (words, message) in cases.items():
         notes(tmp_path / name)
@@ -128,11 +139,17 @@ def test_strangers_folders_beside_other_outputs_stay(
     # A user's own embeddings in the place of those of a build.
     shutil.copytree(made / "emb", tmp_path / ".built.embeddings")
     before = contents(tmp_path / ".built.embeddings")
-    assert "holds embeddings that no build of the index has left; move the folder away" in failure(capsys, *built)
+    assert "holds embeddings that no build of the index has left; move the folder away" in failure(
+        capsys, *built
+    )
     assert contents(tmp_path / ".built.embeddings") == before
     shutil.rmtree(tmp_path / ".built.embeddings")
     run(*built)
-    assert {path.name for path in tmp_path.iterdir()} == {"built", "mined.jsonl", "mined.jsonl-embeddings"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "built",
+        "mined.jsonl",
+        "mined.jsonl-embeddings",
+    }
 
 
 def test_a_strangers_folder_in_the_place_of_a_build_stays(made: Path, tmp_path: Path) -> None:
@@ -178,13 +195,13 @@ def killed_at(place: str, *words: Any) -> None:
 
     def start() -> None:
         import dualenc.commands.index
-        import dualenc.files
-        import dualenc.search.migration_folder
+        import dualenc.io.files
+        import dualenc.search.migration.migration_folder
 
-        original = dualenc.files.remove
-        dualenc.files.remove = lambda path: die(original, path)
-        dualenc.search.migration_folder.remove = dualenc.files.remove  # type: ignore[attr-defined]
-        dualenc.commands.index.remove_path = dualenc.files.remove  # type: ignore[attr-defined]
+        original = dualenc.io.files.remove
+        dualenc.io.files.remove = lambda path: die(original, path)
+        dualenc.search.migration.migration_folder.remove = dualenc.io.files.remove  # type: ignore[attr-defined]
+        dualenc.commands.index.remove_path = dualenc.io.files.remove  # type: ignore[attr-defined]
         run(*words)
 
     process = FORK.Process(target=start)
@@ -208,7 +225,10 @@ def test_an_append_whose_cleaning_up_was_killed_is_done(
     assert len(Index.open(index)) == DOCUMENTS + 5
     before = contents(index)
     run(*words)
-    assert f"these vectors were appended before a process was killed → {index}" in capsys.readouterr().out
+    assert (
+        f"these vectors were appended before a process was killed → {index}"
+        in capsys.readouterr().out
+    )
     assert contents(index) == before
     assert {path.name for path in index.parent.iterdir()} == {"index"}
     assert "has an item 'n0' already" in failure(capsys, *words)
@@ -242,7 +262,9 @@ def test_a_migration_whose_cleaning_up_was_killed_is_done(
     assert Index.open(index).meta["mapped"] == 0
     assert work.exists()
     run(*changes(made, index)["remove"])  # the migration is over
-    assert "no migration is under way; a finished one" in failure(capsys, "migrate", index, "--rollback")
+    assert "no migration is under way; a finished one" in failure(
+        capsys, "migrate", index, "--rollback"
+    )
     assert not work.exists()
     run("migrate", index, made / "new")
     assert f"all {DOCUMENTS - 2} vectors are of this model" in capsys.readouterr().out
@@ -257,14 +279,19 @@ def test_a_rollback_whose_cleaning_up_was_killed_is_done(
     run("migrate", index, made / "new", "--report-only")
     killed_at(place, "migrate", index, "--rollback")
     run("migrate", index, "--rollback")
-    assert "the rest of an ended migration is removed, the index is as it was" in capsys.readouterr().out
+    assert (
+        "the rest of an ended migration is removed, the index is as it was"
+        in capsys.readouterr().out
+    )
     assert contents(index) == before
     assert not Path(f"{index}.migration").exists()
     assert "no migration is under way" in failure(capsys, "migrate", index, "--rollback")
 
 
 @pytest.mark.slow
-def test_debris_without_a_plan_is_cleaned_up(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_debris_without_a_plan_is_cleaned_up(
+    made: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As an earlier version left it, which removed the plan first."""
     work = Path(f"{index}.migration")
     for words in (("--rollback",), (made / "new", "--report-only")):
@@ -287,7 +314,9 @@ def mapped(made: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     with monkeypatch.context() as context:
         context.setattr(Migration, "swap", interrupted)
-        context.setattr("dualenc.evaluation.migration.served_shares", lambda _: [0.0, 0.5, 1.0])
+        context.setattr(
+            "dualenc.evaluation.migration_measures.served_shares", lambda _: [0.0, 0.5, 1.0]
+        )
         with pytest.raises(AssertionError):
             run("migrate", index, made / "new")
     assert Index.open(index).meta["mapped"] == DOCUMENTS // 2

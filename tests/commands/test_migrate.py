@@ -1,4 +1,5 @@
-"""`dualenc migrate` as a user types it, killed at any moment, against an index that is built with the new model."""
+"""`dualenc migrate` as a user types it, killed at any moment, against an index that is built with
+the new model."""
 
 from __future__ import annotations
 
@@ -14,15 +15,15 @@ import numpy as np
 import pytest
 
 from dualenc.encoders import load_model
-from dualenc.files import locked
+from dualenc.io.files import locked
 from dualenc.search import Index
-from dualenc.search.migrate import SHARES, Migration
+from dualenc.search.migration.stages import SHARES, Migration
 from tests.commands import toy
 from tests.commands.in_process import evaluated, failure, found, run
 
 DOCUMENTS, KILLS = 300, 20
 FORK = multiprocessing.get_context("fork")
-SERVED = "dualenc.evaluation.migration.served_shares"
+SERVED = "dualenc.evaluation.migration_measures.served_shares"
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the old model's index; samples are of 120 documents and the judged ones, so that others are left."""
-    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", 120)
+    """A copy of the old model's index; samples are of 120 documents and the judged ones, so that
+    others are left."""
+    monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", 120)
     return Path(shutil.copytree(made / "old-index", tmp_path / "index"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def vectors(folder: Path) -> np.ndarray:
@@ -53,7 +59,9 @@ def vectors(folder: Path) -> np.ndarray:
 
 
 def change_meta(index: Path, **entries: Any) -> None:
-    (index / "meta.json").write_text(json.dumps(json.loads((index / "meta.json").read_text()) | entries))
+    (index / "meta.json").write_text(
+        json.dumps(json.loads((index / "meta.json").read_text()) | entries)
+    )
 
 
 def report_of(index: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -63,18 +71,28 @@ def report_of(index: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
 
 
 def test_report_comes_first_and_holds_the_numbers_of_evaluate(
-    made: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Path,
+    index: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", DOCUMENTS)
+    monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", DOCUMENTS)
     before = contents(index)
     run("migrate", index, made / "new", "--report-only")
     printed = capsys.readouterr().out
     assert contents(index) == before
     facts, systems = report_of(index)
-    assert (facts["sample"], facts["queries"], facts["relevant are"]) == (DOCUMENTS, 40, "judged documents")
+    assert (facts["sample"], facts["queries"], facts["relevant are"]) == (
+        DOCUMENTS,
+        40,
+        "judged documents",
+    )
     # The old vectors are in half precision, and those of this model are very near one another.
     for model, tolerance in (("old", 2e-3), ("new", 1e-6)):
-        metrics = evaluated("retrieval", tmp_path / model, made / model, made / "beir")["systems"][model]["mean"]
+        metrics = evaluated("retrieval", tmp_path / model, made / model, made / "beir")["systems"][
+            model
+        ]["mean"]
         row = systems[f"{model} model, {model} vectors"]
         for name in ("ndcg@10", "recall@10"):
             assert row[name][0] == pytest.approx(metrics[name], abs=tolerance)
@@ -87,7 +105,11 @@ def test_report_comes_first_and_holds_the_numbers_of_evaluate(
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [list(SHARES), [0.5, 1.0]], ids=["all", "half"])
 def test_migrated_index_is_that_of_the_new_model(
-    made: Path, index: Path, served: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: Path,
+    index: Path,
+    served: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(SERVED, lambda _: served)
     expected, seen = vectors(made / "new-index"), []
@@ -101,14 +123,28 @@ def test_migrated_index_is_that_of_the_new_model(
 
     monkeypatch.setattr(Migration, "swap", watch)
     run("migrate", index, made / "new", "--batch-size", 16)
-    assert ("the old one until 50% of it are embedded anew" in capsys.readouterr().out) == (served[0] > 0)
+    assert ("the old one until 50% of it are embedded anew" in capsys.readouterr().out) == (
+        served[0] > 0
+    )
     assert seen == [(DOCUMENTS - share * DOCUMENTS, share * DOCUMENTS) for share in served]
     ours, theirs = (Index.open(folder).meta for folder in (index, made / "new-index"))
-    same = ("model", "model_checksum", "side", "kind", "data", "count", "metric", "factory", "recall_at_10")
+    same = (
+        "model",
+        "model_checksum",
+        "side",
+        "kind",
+        "data",
+        "count",
+        "metric",
+        "factory",
+        "recall_at_10",
+    )
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
     assert {path.name for path in index.parent.iterdir()} == {"index", "index.migration.html"}
     for words in ((), ("--hybrid", "rrf")):
-        results = [found(capsys, folder, "wing flow", *words) for folder in (index, made / "new-index")]
+        results = [
+            found(capsys, folder, "wing flow", *words) for folder in (index, made / "new-index")
+        ]
         assert [hit["id"] for hit in results[0]] == [hit["id"] for hit in results[1]]
     run("migrate", index, made / "new")
     assert "all 300 vectors are of this model" in capsys.readouterr().out
@@ -118,7 +154,8 @@ def test_migrated_index_is_that_of_the_new_model(
 def test_a_model_that_finds_less_is_not_taken(
     made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model to which all words are one ends with the report, and the index as it was; --anyway goes on."""
+    """A model to which all words are one ends with the report, and the index as it was; --anyway
+    goes on."""
     blind = load_model(made / "new")
     for name, weight in blind.named_parameters():
         if "word_embeddings" in name:
@@ -131,7 +168,10 @@ def test_a_model_that_finds_less_is_not_taken(
     run("migrate", index, made / "new", "--report-only")  # another model in its place
     assert report_of(index)[0]["new model"] == str(made / "new")
     run("migrate", index, "--rollback")
-    assert "nothing had been replaced, the index is as it was; removed: the measurements and" in capsys.readouterr().out
+    assert (
+        "nothing had been replaced, the index is as it was; removed: the measurements and"
+        in capsys.readouterr().out
+    )
     run(*words, "--anyway")
     assert Index.open(index).meta["model"] == str(tmp_path / "blind")
 
@@ -176,12 +216,18 @@ def test_a_report_of_another_shape_is_one_line(
 def test_without_judgements_neighbours_are_the_truth(
     made: Path, index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "past.jsonl").write_text("".join(json.dumps({"query": text}) + "\n" for text in toy.WORDS))
+    (tmp_path / "past.jsonl").write_text(
+        "".join(json.dumps({"query": text}) + "\n" for text in toy.WORDS)
+    )
     change_meta(index, data="gone", model=str(tmp_path / "gone"))
     run("migrate", index, made / "new", "--queries", tmp_path / "past.jsonl", "--report-only")
     assert "documents take the place of queries" in capsys.readouterr().out
     facts, systems = report_of(index)
-    assert (facts["sample"], facts["queries"], facts["queries that decide the order"]) == (120, 24, 120)
+    assert (facts["sample"], facts["queries"], facts["queries that decide the order"]) == (
+        120,
+        24,
+        120,
+    )
     assert systems["new model, new vectors"]["recall@10"] == [1, 1, 1]
     assert 0.1 < systems["new model, mapped vectors"]["recall@10"][0] < 1
 
@@ -258,7 +304,9 @@ def test_refusals_in_one_line(
         words += ["--data", "nope"]
     elif kind == "no factory":
         meta = json.loads((index / "meta.json").read_text())
-        (index / "meta.json").write_text(json.dumps({name: meta[name] for name in meta if name != "factory"}))
+        (index / "meta.json").write_text(
+            json.dumps({name: meta[name] for name in meta if name != "factory"})
+        )
     elif kind == "texts":
         shutil.rmtree(index / "texts")
     try:
@@ -292,7 +340,10 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
 ) -> None:
     long = "wing flow " * 40
     for name, last in (("docs", "drag"), ("edited", "lift")):
-        rows = [{"_id": f"d{i}", "text": f"title {i} {long}{last if i == 7 else ''}"} for i in range(120)]
+        rows = [
+            {"_id": f"d{i}", "text": f"title {i} {long}{last if i == 7 else ''}"}
+            for i in range(120)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("index", made / "old", tmp_path / "docs.jsonl", "--out", tmp_path / "index")
     words = ("migrate", tmp_path / "index", made / "new", "--report-only", "--data")
@@ -302,7 +353,9 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
 
 
 @pytest.mark.slow
-def test_the_last_line_is_the_verdict(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_line_is_the_verdict(
+    made: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     old, new = made / "old", made / "new"
 
     def last_line(*words: Any) -> str:
@@ -312,10 +365,14 @@ def test_the_last_line_is_the_verdict(made: Path, index: Path, capsys: pytest.Ca
 
     line = last_line("--report-only")
     scores = report_of(index)[1]
-    before, after = (scores[f"{name} model, {name} vectors"]["ndcg@10"][0] for name in ("old", "new"))
+    before, after = (
+        scores[f"{name} model, {name} vectors"]["ndcg@10"][0] for name in ("old", "new")
+    )
     found = r"on the sample it finds (significantly more|neither significantly more nor less) than the old one"
     numbers = rf"\(nDCG@10 {before:.3f} → {after:.3f}, [+-]\d\.\d+ \[[+-]\d\.\d+, [+-]\d\.\d+\]\)"
-    assert re.fullmatch(rf"{new}: {found} {numbers}; nothing is replaced; next: dualenc migrate {index} {new}", line)
+    assert re.fullmatch(
+        rf"{new}: {found} {numbers}; nothing is replaced; next: dualenc migrate {index} {new}", line
+    )
     line = last_line()
     end = rf'the old index is removed, and no rollback is left; next: dualenc search {index} "…"'
     assert re.fullmatch(rf"{new} has replaced {old}: {found} {numbers}; {end}", line)
@@ -361,7 +418,8 @@ def test_killed_at_twenty_moments_it_answers_and_goes_on(
     monkeypatch.setattr(SERVED, lambda _: list(SHARES))
     saved, words = tmp_path / "saved", ("migrate", index, made / "new")
     run("index", made / "old", made / "beir", "--out", saved, "--factory", factory, "--texts")
-    # The first run imports what processes need not; the second is timed where the others are killed.
+    # The first run imports what processes need not; the second is timed where the others are
+    # killed.
     for start in (run, lambda *words: finish(FORK.Process(target=run, args=words))):
         shutil.rmtree(index)
         shutil.copytree(saved, index)

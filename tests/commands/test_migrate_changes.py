@@ -1,4 +1,5 @@
-"""An index that others change, or try to, while `dualenc migrate` is at work on it, stopped, or killed."""
+"""An index that others change, or try to, while `dualenc migrate` is at work on it, stopped, or
+killed."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from typing import Any
 import pytest
 
 from dualenc.commands import migrate_index
-from dualenc.data.vector_shards import Embeddings
-from dualenc.files import locked
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.io.files import locked
 from dualenc.search import Index
-from dualenc.search.migrate import SHARES, Migration
+from dualenc.search.migration.stages import SHARES, Migration
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
 
@@ -44,12 +45,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("dualenc.search.migrate.MIN_SAMPLE", 120)
+    monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", 120)
     return Path(shutil.copytree(made / "index", tmp_path / "index"))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def changes(made: Path, index: Path) -> dict[str, tuple[Any, ...]]:
@@ -69,7 +74,8 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 class Migrating:
-    """`dualenc migrate` in a process that is stopped when it has embedded up to a share of the documents."""
+    """`dualenc migrate` in a process that is stopped when it has embedded up to a share of the
+    documents."""
 
     def __init__(self, index: Path, model: Path, stop: int) -> None:
         self.sign = index.with_name("sign")
@@ -113,7 +119,7 @@ class Migrating:
 def served(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The shares at which the index is replaced: from the beginning on, or at the end alone."""
     shares: list[float] = request.param
-    monkeypatch.setattr("dualenc.evaluation.migration.served_shares", lambda _: shares)
+    monkeypatch.setattr("dualenc.evaluation.migration_measures.served_shares", lambda _: shares)
     return shares
 
 
@@ -155,7 +161,10 @@ def test_a_change_after_a_kill_is_refused_and_the_same_command_resumes(
     for words in changes(made, index).values():
         line = failure(capsys, *words)
         finish = f"finish it: dualenc migrate {index} {made / 'new'}, or end it: dualenc migrate {index} --rollback"
-        assert line == f"{index}: its model is being changed to {made / 'new'}, in index.migration; {finish}"
+        assert (
+            line
+            == f"{index}: its model is being changed to {made / 'new'}, in index.migration; {finish}"
+        )
     run("migrate", index, made / "new")
     check_whole(index)
 
@@ -173,24 +182,36 @@ def test_a_rollback_keeps_what_was_embedded_until_it_is_discarded(
         told = capsys.readouterr().out
         assert ("the old index is back" in told) == replaced
         kept = embedded(index)
-        assert f"{kept:,} vectors of {made / 'new'} stay in {index}.migration; go on: dualenc migrate" in told
+        assert (
+            f"{kept:,} vectors of {made / 'new'} stay in {index}.migration; go on: dualenc migrate"
+            in told
+        )
         assert kept > 120
         assert contents(index) == before
     # What is kept is gone on with, and embedded once.
     shard = Path(f"{index}.migration", "embeddings-60", "data-00000.arrow").stat().st_mtime_ns
     Migrating(index, made / "new", 150).kill()
-    assert Path(f"{index}.migration", "embeddings-60", "data-00000.arrow").stat().st_mtime_ns == shard
+    assert (
+        Path(f"{index}.migration", "embeddings-60", "data-00000.arrow").stat().st_mtime_ns == shard
+    )
     run("migrate", index, "--rollback")
-    # The index may change again, which the vectors do not fit: nothing is lost, and nothing is discarded unasked.
+    # The index may change again, which the vectors do not fit: nothing is lost, and nothing is
+    # discarded unasked.
     run(*changes(made, index)["append"])
     line = failure(capsys, "migrate", index, made / "new")
     kept = embedded(index)
-    assert f"holds {kept} vectors of a migration with other items that was rolled back; remove them: dualenc" in line
+    assert (
+        f"holds {kept} vectors of a migration with other items that was rolled back; remove them: dualenc"
+        in line
+    )
     assert line.endswith(f"migrate {index} --rollback --discard")
     assert embedded(index) == kept
     run("migrate", index, "--rollback", "--discard")
     told = capsys.readouterr().out
-    assert f"the index is as it was; removed: the measurements and {kept} vectors of {made / 'new'}" in told
+    assert (
+        f"the index is as it was; removed: the measurements and {kept} vectors of {made / 'new'}"
+        in told
+    )
     assert not Path(f"{index}.migration").exists()
     assert len(Index.open(index)) == DOCUMENTS + 5
     run("migrate", index, made / "new")
@@ -201,18 +222,28 @@ def test_a_rollback_keeps_what_was_embedded_until_it_is_discarded(
 def embedded(index: Path) -> int:
     """Vectors in the work folder, by its shards."""
     shards = Path(f"{index}.migration").glob("*/meta.json")
-    metas = [json.loads(path.read_text()) for path in shards if path.parent.name not in ("old", "next")]
+    metas = [
+        json.loads(path.read_text()) for path in shards if path.parent.name not in ("old", "next")
+    ]
     return sum(sum(meta.get("shard_rows", ())) for meta in metas)
 
 
-def test_discarding_is_for_a_rollback(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_discarding_is_for_a_rollback(
+    made: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = failure(capsys, "migrate", index, made / "new", "--discard")
-    assert line == "--discard removes what a migration has embedded; give it with --rollback, or leave it out"
+    assert (
+        line
+        == "--discard removes what a migration has embedded; give it with --rollback, or leave it out"
+    )
 
 
 @pytest.mark.slow
-def test_a_change_that_came_first_is_kept(made: Path, index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A migration that starts while an append embeds is refused, and later has the appended documents."""
+def test_a_change_that_came_first_is_kept(
+    made: Path, index: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A migration that starts while an append embeds is refused, and later has the appended
+    documents."""
     holder = FORK.Process(target=append_slowly, args=(made, index))
     holder.start()
     wait_for(index.with_name("embedding").exists)
@@ -250,7 +281,9 @@ def test_an_index_that_was_replaced_by_other_means_is_not_overwritten(
     shutil.rmtree(index)
     shutil.move(by_hand, index)
     before = contents(index)
-    assert "a migration with other items is under way" in failure(capsys, "migrate", index, made / "new")
+    assert "a migration with other items is under way" in failure(
+        capsys, "migrate", index, made / "new"
+    )
     run("migrate", index, "--rollback")
     assert contents(index) == before
     run("migrate", index, "--rollback", "--discard")
@@ -275,5 +308,8 @@ def test_an_index_that_was_replaced_during_the_work_is_not_overwritten(
 
     monkeypatch.setattr(Migration, "swap", replace_first)
     line = failure(capsys, "migrate", index, made / "new")
-    assert "something else has replaced it while its model was being changed, and it stays as it is" in line
+    assert (
+        "something else has replaced it while its model was being changed, and it stays as it is"
+        in line
+    )
     assert contents(index) == contents(by_hand)

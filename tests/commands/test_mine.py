@@ -1,4 +1,5 @@
-"""`dualenc mine` as a user types it, and what sentence-transformers mines with the same model and limits."""
+"""`dualenc mine` as a user types it, and what sentence-transformers mines with the same model and
+limits."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from tests.commands.in_process import failure, run
 @pytest.fixture(scope="module")
 def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 documents and 40 queries, a relevant document each; their ids overlap."""
-    return toy.write_beir(tmp_path_factory.mktemp("data") / "beir", documents=200, queries=40, split="train")
+    return toy.write_beir(
+        tmp_path_factory.mktemp("data") / "beir", documents=200, queries=40, split="train"
+    )
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +35,9 @@ def test_the_table_tells_what_the_file_holds(
     run(*words, "--relative", 0.98, "--num-negatives", 5)
     shown = capsys.readouterr().out
     rows = rows_of(tmp_path / "mined.jsonl")
-    counts = {" ".join(line.split()[:-1]): line.split()[-1] for line in shown.splitlines() if line.strip()}
+    counts = {
+        " ".join(line.split()[:-1]): line.split()[-1] for line in shown.splitlines() if line.strip()
+    }
     assert counts["written"] == str(len(rows))
     assert counts["negatives"] == str(sum(len(row["neg"]) for row in rows))
     assert int(counts["without negatives"]) == 40 - len(rows)
@@ -47,7 +52,9 @@ def test_a_name_that_promises_another_format_is_refused(
     tmp_path: Path, toy_text: Path, beir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = failure(capsys, "mine", toy_text, beir, "--out", tmp_path / "mined.jsonl.gz")
-    assert message.endswith("mined negatives are lines of JSON; name a file .jsonl or .json or .ndjson")
+    assert message.endswith(
+        "mined negatives are lines of JSON; name a file .jsonl or .json or .ndjson"
+    )
 
 
 @pytest.mark.slow
@@ -57,14 +64,16 @@ def test_other_limits_embed_nothing_anew(
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     run(*words)
     first = (tmp_path / "mined.jsonl").read_bytes()
-    monkeypatch.setattr("dualenc.search.embed._Encoder.shard", lambda *_: 1 / 0)
+    monkeypatch.setattr("dualenc.search.embed.encode._Encoder.shard", lambda *_: 1 / 0)
     run(*words, "--relative", "null", "--first-rank", 11, "--last-rank", 20)
     assert (tmp_path / "mined.jsonl").read_bytes() != first
     run(*words)
     assert (tmp_path / "mined.jsonl").read_bytes() == first
 
 
-def test_equals_what_sentence_transformers_mines(tmp_path: Path, toy_text: Path, beir: Path) -> None:
+def test_equals_what_sentence_transformers_mines(
+    tmp_path: Path, toy_text: Path, beir: Path
+) -> None:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
 
@@ -101,15 +110,20 @@ def test_mistakes_are_told(
     words = ("mine", toy_text, beir, "--out", tmp_path / "mined.jsonl")
     assert "num_negatives is 0" in failure(capsys, *words, "--num-negatives", 0)
     assert "no split 'dev'; there are: train" in failure(capsys, *words, "--split", "dev")
-    assert "this task needs kind query-document or vector" in failure(capsys, "mine", toy_clip, *words[2:])
+    assert "this task needs kind query-document or vector" in failure(
+        capsys, "mine", toy_clip, *words[2:]
+    )
     assert not list(tmp_path.iterdir())
     (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
     assert "exists and holds no mined negatives" in failure(capsys, *words)
 
 
 @pytest.mark.slow
-def test_sentence_transformers_trains_on_its_form(tmp_path: Path, toy_text: Path, beir: Path) -> None:
-    """The same negatives as in the other form, a row for each positive; rows with fewer negatives are left out."""
+def test_sentence_transformers_trains_on_its_form(
+    tmp_path: Path, toy_text: Path, beir: Path
+) -> None:
+    """The same negatives as in the other form, a row for each positive; rows with fewer negatives
+    are left out."""
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -117,7 +131,9 @@ def test_sentence_transformers_trains_on_its_form(tmp_path: Path, toy_text: Path
     folder = tmp_path / "beir"
     shutil.copytree(beir, folder)
     query, first = (folder / "qrels" / "train.tsv").read_text().splitlines()[1].split("\t")[:2]
-    other = next(row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in (query, first))
+    other = next(
+        row["_id"] for row in rows_of(folder / "corpus.jsonl") if row["_id"] not in (query, first)
+    )
     with open(folder / "qrels" / "train.tsv", "a") as judged:
         judged.write(f"{query}\t{other}\t1\n")
     limits = ("--relative", 0.98, "--last-rank", 60, "--num-negatives", 8)
@@ -128,13 +144,20 @@ def test_sentence_transformers_trains_on_its_form(tmp_path: Path, toy_text: Path
     for row in rows_of(tmp_path / "m.jsonl"):
         if len(row["neg"]) == 8:
             negatives = {f"negative_{i}": text for i, text in enumerate(row["neg"], 1)}
-            expected += [{"anchor": row["query"], "positive": positive, **negatives} for positive in row["pos"]]
+            expected += [
+                {"anchor": row["query"], "positive": positive, **negatives}
+                for positive in row["pos"]
+            ]
     assert rows_of(out) == expected
     assert 4 < len({row["anchor"] for row in expected}) < len(rows_of(tmp_path / "m.jsonl"))
-    table = datasets.load_dataset("json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache"))
+    table = datasets.load_dataset(
+        "json", data_files=str(out), split="train", cache_dir=str(tmp_path / "cache")
+    )
     assert table.column_names == ["anchor", "positive", *(f"negative_{i}" for i in range(1, 9))]
     model = SentenceTransformer(str(toy_text), device="cpu")
-    arguments = Arguments(str(tmp_path / "st"), max_steps=2, report_to="none", save_strategy="no", use_cpu=True)
+    arguments = Arguments(
+        str(tmp_path / "st"), max_steps=2, report_to="none", save_strategy="no", use_cpu=True
+    )
     loss = MultipleNegativesRankingLoss(model)
     trainer = SentenceTransformerTrainer(model, arguments, train_dataset=table, loss=loss)
     assert 0 < trainer.train().training_loss < 20

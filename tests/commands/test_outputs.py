@@ -40,7 +40,11 @@ def run_folder(path: Path) -> Path:
 
 
 def files_in(folder: Path) -> dict[str, str]:
-    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
@@ -55,7 +59,12 @@ WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
 
 @pytest.mark.parametrize("command", WORDS)
 def test_a_folder_of_other_files_stays_as_it_was(
-    tmp_path: Path, toy_text: Path, beir: Path, folder: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path,
+    toy_text: Path,
+    beir: Path,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
 ) -> None:
     before = files_in(folder)
     line = failure(capsys, *WORDS[command](tmp_path, toy_text, beir), "--out", folder)
@@ -80,7 +89,8 @@ def test_files_of_the_names_of_results_stay(
 
 @pytest.fixture
 def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Models of other weights in runs/first/model and runs/second/model, of which the working directory is above."""
+    """Models of other weights in runs/first/model and runs/second/model, of which the working
+    directory is above."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(("first", "second")):
         toy.text_model(tmp_path / "runs" / name / "model", seed=seed)
@@ -105,7 +115,9 @@ def test_other_weights_or_another_task_do_not_overwrite_an_evaluation(
     run("evaluate", "retrieval", two_runs[0], beir, "--out", "out", "--bm25")
     before = Path("out/metrics.json").read_bytes()
     words = ("evaluate", "retrieval", two_runs[1], beir, "--out", "out")
-    assert "out: holds an evaluation of other weights than runs/second/model" in failure(capsys, *words)
+    assert "out: holds an evaluation of other weights than runs/second/model" in failure(
+        capsys, *words
+    )
     words = ("evaluate", "image-text", two_runs[0], beir, "--out", "out")
     assert "out: exists and holds no evaluation of image-text" in failure(capsys, *words)
     assert Path("out/metrics.json").read_bytes() == before

@@ -14,7 +14,9 @@ from tests.commands import toy
 from tests.commands.in_process import failure, found, run
 from tests.local_qdrant import url_of, use_folders
 
-FILTER = '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'
+FILTER = (
+    '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,9 @@ def emb(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, beir: Path) ->
 
 
 @pytest.fixture
-def engine(tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def engine(
+    tmp_path: Path, emb: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder that `push` wrote."""
     use_folders(monkeypatch)
     run("push", emb, url_of(tmp_path / "data"), "--out", tmp_path / "engine")
@@ -57,10 +61,14 @@ def test_push_search_and_push_again(
     by_engine = found(capsys, engine, "wing flow", "-k", 7)
     for name in ("id", "snippet", "year"):
         assert [hit[name] for hit in by_engine] == [hit[name] for hit in by_faiss]
-    np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
+    np.testing.assert_allclose(
+        [h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3
+    )
     everything = pd.DataFrame(found(capsys, engine, "wing flow", "-k", 40))
     wanted = everything[(everything.year >= 2004) & (everything.lang == "no")].id.tolist()
-    assert [hit["id"] for hit in found(capsys, engine, "wing flow", "-k", 40, "--filter", FILTER)] == wanted
+    assert [
+        hit["id"] for hit in found(capsys, engine, "wing flow", "-k", 40, "--filter", FILTER)
+    ] == wanted
 
 
 @pytest.mark.slow
@@ -68,21 +76,40 @@ def test_recall_of_a_collection_is_measured(
     tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "workload.jsonl").write_text(json.dumps({"filter": FILTER}) + "\n")
-    run("push", emb, url_of(tmp_path / "data"), "--out", engine, "--filters", tmp_path / "workload.jsonl")
+    run(
+        "push",
+        emb,
+        url_of(tmp_path / "data"),
+        "--out",
+        engine,
+        "--filters",
+        tmp_path / "workload.jsonl",
+    )
     # The client's own search is exact.
-    assert "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; hnsw_ef 64" in capsys.readouterr().out
+    assert (
+        "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; hnsw_ef 64"
+        in capsys.readouterr().out
+    )
     assert json.loads((engine / "recall.json").read_text())["target"] == 0.95
     assert json.loads((engine / "meta.json").read_text())["settings"] == {"hnsw_ef": 64}
 
 
 @pytest.mark.slow
-def test_mistakes_end_in_one_line(tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_end_in_one_line(
+    tmp_path: Path, emb: Path, engine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("index", emb, "--out", tmp_path / "index")
     cases: list[tuple[tuple[Any, ...], str]] = [
         (("push", emb, tmp_path / "data"), "is not the URL of PostgreSQL or a Qdrant server"),
         (("push", emb, "http://local", "--out", tmp_path / "index"), "holds no collection"),
-        (("search", engine, "wing", "--where", "month>1"), "no column 'month'; there are year, lang"),
-        (("search", tmp_path / "index", "wing", "--filter", "year>1"), "only an engine takes a filter"),
+        (
+            ("search", engine, "wing", "--where", "month>1"),
+            "no column 'month'; there are year, lang",
+        ),
+        (
+            ("search", tmp_path / "index", "wing", "--filter", "year>1"),
+            "only an engine takes a filter",
+        ),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words

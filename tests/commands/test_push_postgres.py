@@ -1,4 +1,5 @@
-"""`dualenc push` to PostgreSQL, and the commands on the folder that it writes, as a user types them."""
+"""`dualenc push` to PostgreSQL, and the commands on the folder that it writes, as a user types
+them."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 from dualenc.cli import main
 from dualenc.search import Embeddings
-from dualenc.search.engines import push_embeddings
+from dualenc.search.engines.factory import push_embeddings
 from tests.commands.in_process import evaluated, failure, found, run
 from tests.commands.test_push import beir, emb
 
@@ -40,15 +41,32 @@ def test_push_search_evaluate_and_push_again(
     run("push", emb, postgres, "--table", "commands", "--out", engine)
     assert "; 0 sent" in capsys.readouterr().out
     run("index", emb, "--out", tmp_path / "index")
-    by_faiss = found(capsys, tmp_path / "index", "wing flow", "-k", 7, "--where", "year>=2004", "--where", "lang=no")
-    for words in (["--filter", "year >= 2004 AND lang = 'no'"], ["--where", "year>=2004", "--where", "lang=no"]):
+    by_faiss = found(
+        capsys,
+        tmp_path / "index",
+        "wing flow",
+        "-k",
+        7,
+        "--where",
+        "year>=2004",
+        "--where",
+        "lang=no",
+    )
+    for words in (
+        ["--filter", "year >= 2004 AND lang = 'no'"],
+        ["--where", "year>=2004", "--where", "lang=no"],
+    ):
         by_engine = found(capsys, engine, "wing flow", "-k", 7, *words)
         for name in ("id", "snippet", "year", "lang"):
             assert [hit[name] for hit in by_engine] == [hit[name] for hit in by_faiss]
-        np.testing.assert_allclose([h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3)
+        np.testing.assert_allclose(
+            [h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3
+        )
     own = evaluated("retrieval", tmp_path / "own", toy_text, beir)
     stored = evaluated("retrieval", tmp_path / "stored", toy_text, beir, "--documents", engine)
-    metrics = [result["systems"]["toy-text"]["datasets"]["beir"]["metrics"] for result in (own, stored)]
+    metrics = [
+        result["systems"]["toy-text"]["datasets"]["beir"]["metrics"] for result in (own, stored)
+    ]
     assert metrics[1] == pytest.approx(metrics[0], abs=0.02)
 
 
@@ -58,17 +76,45 @@ def test_recall_is_measured_kept_and_promised(
     postgres: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "workload.jsonl").write_text('{"filter": "year >= 2005"}\n{"filter": "lang = \'no\'"}\n')
-    words: tuple[Any, ...] = ("push", emb, postgres, "--table", "promised", "--out", tmp_path / "engine")
+    (tmp_path / "workload.jsonl").write_text(
+        '{"filter": "year >= 2005"}\n{"filter": "lang = \'no\'"}\n'
+    )
+    words: tuple[Any, ...] = (
+        "push",
+        emb,
+        postgres,
+        "--table",
+        "promised",
+        "--out",
+        tmp_path / "engine",
+    )
     run(*words, "--recall", 0.95, "--filters", tmp_path / "workload.jsonl")
-    assert "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; ef_search 40" in capsys.readouterr().out
+    assert (
+        "recall@10 1.000 (95 %: 0.992 to 1.000) in 500 searches; ef_search 40"
+        in capsys.readouterr().out
+    )
     recorded = json.loads((tmp_path / "engine" / "recall.json").read_text())
-    assert recorded["settings"] == json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]
+    assert (
+        recorded["settings"]
+        == json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]
+    )
     run(*words)
-    assert json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]["ef_search"] == 40
+    assert (
+        json.loads((tmp_path / "engine" / "meta.json").read_text())["settings"]["ef_search"] == 40
+    )
     run("evaluate", "engine", tmp_path / "engine")
     assert main(["evaluate", "engine", str(tmp_path / "engine"), "--recall", "0.999"]) == 1
-    run("push", emb, postgres, "--table", "promised", "--index", "ivfflat", "--out", tmp_path / "engine")
+    run(
+        "push",
+        emb,
+        postgres,
+        "--table",
+        "promised",
+        "--index",
+        "ivfflat",
+        "--out",
+        tmp_path / "engine",
+    )
     assert "no recall was measured" in failure(capsys, "evaluate", "engine", tmp_path / "engine")
 
 
@@ -84,15 +130,24 @@ def test_mistakes_end_in_one_line(
     recall = ("--recall", 0.9, "--filters")
     cases: list[tuple[tuple[Any, ...], str]] = [
         ((*pushed, *recall, tmp_path / "bad.jsonl"), "holds 1 not a JSON object (first: "),
-        (("push", emb, "http://local", "--index", "none"), "--index is of PostgreSQL; leave it out"),
+        (
+            ("push", emb, "http://local", "--index", "none"),
+            "--index is of PostgreSQL; leave it out",
+        ),
         (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
         (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
     ]
     for words, message in cases:
         assert message in failure(capsys, *words), words
     meta = json.loads((engine / "meta.json").read_text())
-    for settings in ({"search_path": "x"}, {"ef_search": "1; DROP TABLE x"}, {"iterative_scan": "on; DROP TABLE x"}):
-        (engine / "meta.json").write_text(json.dumps(meta | {"settings": meta["settings"] | settings}))
+    for settings in (
+        {"search_path": "x"},
+        {"ef_search": "1; DROP TABLE x"},
+        {"iterative_scan": "on; DROP TABLE x"},
+    ):
+        (engine / "meta.json").write_text(
+            json.dumps(meta | {"settings": meta["settings"] | settings})
+        )
         assert len(failure(capsys, "search", engine, "wing")) < 400
 
 
@@ -100,7 +155,15 @@ def test_the_url_is_shown_as_typed_without_its_password(
     tmp_path: Path, emb: Path, postgres: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = postgres.replace("postgresql:", "postgresql+psycopg:")
-    run("push", emb, typed.replace("me@", "me:s3c@ret@"), "--table", "typed", "--out", tmp_path / "engine")
+    run(
+        "push",
+        emb,
+        typed.replace("me@", "me:s3c@ret@"),
+        "--table",
+        "typed",
+        "--out",
+        tmp_path / "engine",
+    )
     shown = capsys.readouterr()
     assert f"(cosine) → {typed} 'typed'; 40 sent" in shown.out
     written = "".join(path.read_text() for path in (tmp_path / "engine").iterdir())
@@ -109,7 +172,9 @@ def test_the_url_is_shown_as_typed_without_its_password(
     found(capsys, tmp_path / "engine", "wing flow")
 
 
-def test_a_dot_in_the_name_of_a_folder_is_no_schema(tmp_path: Path, emb: Path, postgres: str) -> None:
+def test_a_dot_in_the_name_of_a_folder_is_no_schema(
+    tmp_path: Path, emb: Path, postgres: str
+) -> None:
     shutil.copytree(emb, tmp_path / "copy.v2")
     run("push", tmp_path / "copy.v2", postgres, "--out", tmp_path / "engine")
     meta = json.loads((tmp_path / "engine" / "meta.json").read_text())
@@ -144,12 +209,24 @@ def test_where_a_folder_is_expected_a_url_is_answered_with_the_one_of_push(
         ("adapt", url, beir, "--out", tmp_path / "adapted"),
         ("search", url, "wing"),
         ("evaluate", "engine", url),
-        ("evaluate", "retrieval", toy_text, beir, "--documents", url, "--out", tmp_path / "evaluated"),
+        (
+            "evaluate",
+            "retrieval",
+            toy_text,
+            beir,
+            "--documents",
+            url,
+            "--out",
+            tmp_path / "evaluated",
+        ),
         ("adapt", "http://localhost:6333", beir, "--out", tmp_path / "adapted"),
     ]
     for words in cases:
         message = failure(capsys, *words)
-        assert "is a URL; name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine" in message
+        assert (
+            "is a URL; name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine"
+            in message
+        )
         assert "s3c" not in message
     for folder in tmp_path.iterdir():
         assert not any(folder.iterdir())

@@ -1,4 +1,5 @@
-"""`dualenc quickstart`: docstrings, the collection, the steps, and all of it at toy size and without a network."""
+"""`dualenc quickstart`: docstrings, the collection, the steps, and all of it at toy size and
+without a network."""
 
 from __future__ import annotations
 
@@ -21,21 +22,50 @@ from dualenc.errors import DualencError
 
 @pytest.mark.slow
 def test_trains_indexes_searches_and_says_what_to_type_next(tmp_path: Path) -> None:
-    offline = {"HF_HUB_OFFLINE": "1", "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
-    words = [sys.executable, "-m", "dualenc", "quickstart", "--max-docs", "400", "--test-docs", "50", "--steps", "12"]
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "http_proxy": "http://127.0.0.1:9",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "dualenc",
+        "quickstart",
+        "--max-docs",
+        "400",
+        "--test-docs",
+        "50",
+        "--steps",
+        "12",
+    ]
     words += ["--out", "a run"]
     environment = {**os.environ, **offline}
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        words,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    for shown in ("untrained", "BM25", "trained", "sort a list of numbers", "dualenc search 'a run'/index"):
+    for shown in (
+        "untrained",
+        "BM25",
+        "trained",
+        "sort a list of numbers",
+        "dualenc search 'a run'/index",
+    ):
         assert shown in done.stdout
     assert (tmp_path / "a run" / "model" / "model.safetensors").exists()
     assert json.loads((tmp_path / "a run" / "index" / "meta.json").read_text())["count"] == 400
 
 
-def test_documents_that_leave_no_batch_to_train_on_are_refused_before_any_work(tmp_path: Path) -> None:
+def test_documents_that_leave_no_batch_to_train_on_are_refused_before_any_work(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(DualencError, match="--max-docs is 177; it must be at least 178"):
         command.quickstart(out=str(tmp_path / "out"), max_docs=177, test_docs=50)
     assert list(tmp_path.iterdir()) == []
@@ -47,7 +77,9 @@ def test_steps_follow_the_speed_of_the_machine_and_the_model_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, expected: int
 ) -> None:
     """A clock that moves on by the time of a step whenever it is read."""
-    write_collection(tmp_path, [Docstring(f"f{n}", f"Compute number {n}.", "More.") for n in range(300)], 50)
+    write_collection(
+        tmp_path, [Docstring(f"f{n}", f"Compute number {n}.", "More.") for n in range(300)], 50
+    )
     pairs = BeirPairs(tmp_path, "train")
     model = command.new_model(pairs.corpus.items)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -92,7 +124,8 @@ def test_names_summaries_and_the_rest(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 DOCSTRINGS = [
-    Docstring(f"package.function_{i}", f"Summary number {i} here.", f"rest of docstring {i}") for i in range(20)
+    Docstring(f"package.function_{i}", f"Summary number {i} here.", f"rest of docstring {i}")
+    for i in range(20)
 ]
 
 

@@ -29,16 +29,24 @@ def write_run(folder: Path, scores: list[float]) -> Path:
 
 @pytest.mark.slow
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / "a<b", [0.1, 0.4, 0.3]), write_run(tmp_path / "other", [0.3, 0.2, 0.25])]
+    runs = [
+        write_run(tmp_path / "a<b", [0.1, 0.4, 0.3]),
+        write_run(tmp_path / "other", [0.3, 0.2, 0.25]),
+    ]
     run("report", *runs)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["a<b", "ndcg@10", "0.1000", "0.4000", "10", "0.3000"] in rows
-    assert ["other", "ndcg@10", "0.3000", "0.2500", "20", "0.2500"] in rows, "the best of the trained"
+    assert ["other", "ndcg@10", "0.3000", "0.2500", "20", "0.2500"] in rows, (
+        "the best of the trained"
+    )
     page = (runs[0] / "report.html").read_text()
     assert "a&lt;b" in page
     assert "a<b" not in page
     assert re.findall(r"<figcaption>(.*?)</figcaption>", page) == ["evaluation/ndcg@10", "loss"]
-    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)) == {"a&lt;b": "20 steps", "other": "20 steps"}
+    assert dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page)) == {
+        "a&lt;b": "20 steps",
+        "other": "20 steps",
+    }
 
 
 @pytest.mark.slow
@@ -56,7 +64,9 @@ def test_without_matplotlib_one_line_names_the_extra(
 ) -> None:
     run_folder = write_run(tmp_path / "run", [0.1, 0.4])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert failure(capsys, "report", run_folder).endswith("matplotlib: pip install 'dualenc[plots]'")
+    assert failure(capsys, "report", run_folder).endswith(
+        "matplotlib: pip install 'dualenc[plots]'"
+    )
     assert not (run_folder / "report.html").exists()
 
 
@@ -78,7 +88,9 @@ GARBAGE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "garbage"), GARBAGE)
-def test_garbage_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, garbage: bytes) -> None:
+def test_garbage_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, garbage: bytes
+) -> None:
     folder = write_run(tmp_path / "run", [0.1, 0.2])
     (folder / name).write_bytes(garbage + b"\n")
     assert name in failure(capsys, "report", folder)

@@ -14,9 +14,9 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from dualenc.data import open_image
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import load_model
-from dualenc.encoders.frozen import IndexEncoder
+from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.texts import TextStore
@@ -53,15 +53,22 @@ def test_embed_writes_what_the_model_says(
     assert "60 embeddings of dimension 32 (right side)" in capsys.readouterr().out
     embeddings = Embeddings.open(tmp_path / "emb")
     assert embeddings.ids == [f"d{i}" for i in range(60)]
-    np.testing.assert_allclose(embeddings.vectors[:], encoded(toy_text, "right", toy.texts(60)), atol=1e-5)
+    np.testing.assert_allclose(
+        embeddings.vectors[:], encoded(toy_text, "right", toy.texts(60)), atol=1e-5
+    )
     assert embeddings.meta["model"] == str(toy_text)
     run("embed", toy_text, documents, "--side", "left", "--out", tmp_path / "queries")
     queries = Embeddings.open(tmp_path / "queries").vectors[:]
     np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
 
 
-def test_embed_keeps_columns(tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"_id": f"d{i}", "text": text, "year": 2000 + i, "lang": "no"} for i, text in enumerate(toy.texts(6))]
+def test_embed_keeps_columns(
+    tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"_id": f"d{i}", "text": text, "year": 2000 + i, "lang": "no"}
+        for i, text in enumerate(toy.texts(6))
+    ]
     rows[2]["text"] = ""
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("embed", toy_text, tmp_path / "docs.jsonl", "--out", tmp_path / "emb")
@@ -73,7 +80,9 @@ def test_embed_keeps_columns(tmp_path: Path, toy_text: Path, monkeypatch: pytest
 
     expected = {"year": [2000, 2001, 2003, 2004, 2005], "lang": ["no"] * 5}
     assert columns("--columns", "year,lang") == expected
-    monkeypatch.setattr("dualenc.search.embed._Encoder.shard", lambda *_: 1 / 0)  # other columns cost no embedding
+    monkeypatch.setattr(
+        "dualenc.search.embed.encode._Encoder.shard", lambda *_: 1 / 0
+    )  # other columns cost no embedding
     assert columns("--columns", "lang") == {"lang": expected["lang"]}
     assert columns() is None
 
@@ -88,13 +97,17 @@ def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     shown = capsys.readouterr().out
     assert "60 vectors of dimension 32 (Flat, cosine)" in shown
     assert "recall@10 against exact search: 1.0000 (60 queries)" in shown
-    assert re.search(r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown)
+    assert re.search(
+        r"a query alone: p50 [\d.]+ ms, p95 [\d.]+ ms, p99 [\d.]+ ms; 128 bytes per vector", shown
+    )
     for name in ("index.faiss", "items.arrow"):
         assert (index / name).read_bytes() == (other / name).read_bytes()
     assert not list(tmp_path.glob(".*"))
     run("index", emb, "--out", other, "--factory", "IVF2,Flat", "--target-recall", 1)
     assert "(IVF2,Flat, nprobe=2, cosine)" in capsys.readouterr().out
-    run("index", emb, "--out", other, "--factory", "HNSW8", "--queries", emb, "--recall-queries", 20)
+    run(
+        "index", emb, "--out", other, "--factory", "HNSW8", "--queries", emb, "--recall-queries", 20
+    )
     meta = Index.open(other).meta
     assert (meta["recall_queries"], meta["recall_queries_from"]) == (20, "given")
 
@@ -107,11 +120,17 @@ def test_append_remove_and_verify(
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
     assert "5 vectors appended, now 65" in capsys.readouterr().out
-    assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {"late 0", "d0"}
+    assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {
+        "late 0",
+        "d0",
+    }
     (tmp_path / "gone.txt").write_text("late 0\r\nd59\n", encoding="utf-8-sig")
     run("index", index, "--remove", tmp_path / "gone.txt")
     assert "2 removed, now 63 vectors" in capsys.readouterr().out
-    assert not {result["id"] for result in found(capsys, index, "fox", "-k", 65)} & {"late 0", "d59"}
+    assert not {result["id"] for result in found(capsys, index, "fox", "-k", 65)} & {
+        "late 0",
+        "d59",
+    }
     run("index", index, "--verify")
     assert "63 vectors" in capsys.readouterr().out
     (index / "index.faiss").write_bytes(b"broken")
@@ -124,7 +143,10 @@ def test_appended_items_keep_the_columns_that_filters_read(
 ) -> None:
     """Read with the data, and missed in embeddings before anything is written."""
     for name, first in (("docs", 2000), ("more", 2030)):
-        rows = [{"_id": f"{name}{i}", "text": text, "year": first + i} for i, text in enumerate(toy.texts(6))]
+        rows = [
+            {"_id": f"{name}{i}", "text": text, "year": first + i}
+            for i, text in enumerate(toy.texts(6))
+        ]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     index = tmp_path / "index"
     run("index", toy_text, tmp_path / "docs.jsonl", "--columns", "year", "--out", index)
@@ -137,12 +159,18 @@ def test_appended_items_keep_the_columns_that_filters_read(
 
 
 def test_what_an_index_would_refuse_is_not_embedded_first(
-    tmp_path: Path, toy_text: Path, documents: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    toy_text: Path,
+    documents: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     index = tmp_path / "index"
     run("index", toy_text, documents, "--out", index)
     monkeypatch.setattr("dualenc.commands.output.embed", None)
-    assert "already; remove it first" in failure(capsys, "index", toy_text, documents, "--out", index, "--append")
+    assert "already; remove it first" in failure(
+        capsys, "index", toy_text, documents, "--out", index, "--append"
+    )
     meta = json.loads((index / "meta.json").read_text())
     (index / "meta.json").write_text(json.dumps(meta | {"model_checksum": "another"}))
     assert "vectors of model_checksum another" in failure(
@@ -163,14 +191,17 @@ def test_a_model_of_more_numbers_than_an_index_without_a_model_is_cut_with_a_war
     assert "does not say which model made its 8 numbers" in caplog.text
 
 
-def test_a_lock_that_a_killed_command_has_left_is_no_obstacle(tmp_path: Path, toy_text: Path, documents: Path) -> None:
+def test_a_lock_that_a_killed_command_has_left_is_no_obstacle(
+    tmp_path: Path, toy_text: Path, documents: Path
+) -> None:
     (tmp_path / ".index.embeddings").mkdir()
     (tmp_path / ".index.embeddings" / "create.lock").touch()
     run("index", toy_text, documents, "--out", tmp_path / "index")
 
 
 def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documents: Path) -> None:
-    """Nor is a failed build, whose vectors another command replaces; those of a cut index are cut alike."""
+    """Nor is a failed build, whose vectors another command replaces; those of a cut index are cut
+    alike."""
     run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "index")
     words = ("index", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "index", "--append")
     rows = [{"_id": name, "text": "fox"} for name in ("d0", "late")]
@@ -181,7 +212,16 @@ def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documen
     run(*words)
     assert len(Index.open(tmp_path / "index")) == 61
     with pytest.raises(DualencError, match="IVF61"):
-        run("index", toy_text, documents, "--out", tmp_path / "new", "--factory", "IVF61,Flat", "--debug")
+        run(
+            "index",
+            toy_text,
+            documents,
+            "--out",
+            tmp_path / "new",
+            "--factory",
+            "IVF61,Flat",
+            "--debug",
+        )
     assert (tmp_path / ".new.embeddings").is_dir()
     run("index", toy_text, documents, "--out", tmp_path / "new", "--dim", 12)
 
@@ -190,7 +230,10 @@ def test_texts_are_found_again_as_they_were_read(
     tmp_path: Path, toy_text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From another folder, and without naming again the columns of the table."""
-    rows = [{"sku": f"s{row}", "description": text, "text": "other"} for row, text in enumerate(toy.texts(5))]
+    rows = [
+        {"sku": f"s{row}", "description": text, "text": "other"}
+        for row, text in enumerate(toy.texts(5))
+    ]
     (tmp_path / "goods.jsonl").write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.chdir(tmp_path)
     columns = ("--text-column", "description", "--id-column", "sku")
@@ -198,7 +241,9 @@ def test_texts_are_found_again_as_they_were_read(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     run("index", tmp_path / "index", "--texts")
-    assert list(TextStore(tmp_path / "index", Index.open(tmp_path / "index").items_checksum).texts) == toy.texts(5)
+    assert list(
+        TextStore(tmp_path / "index", Index.open(tmp_path / "index").items_checksum).texts
+    ) == toy.texts(5)
 
 
 @pytest.mark.slow
@@ -234,7 +279,9 @@ def test_search_finds_a_model_that_moved_along(
     (tmp_path / "b" / "model").rename(tmp_path / "elsewhere")
     message = failure(capsys, "search", tmp_path / "b" / "index", "fox")
     assert message.endswith("is gone; name its new place with --model")
-    assert found(capsys, tmp_path / "b" / "index", "fox", "--model", tmp_path / "elsewhere") == before
+    assert (
+        found(capsys, tmp_path / "b" / "index", "fox", "--model", tmp_path / "elsewhere") == before
+    )
 
 
 def test_images_are_found_by_image_and_by_text(
@@ -251,7 +298,9 @@ def test_images_are_found_by_image_and_by_text(
     by_text = found(capsys, tmp_path / "index", "a fox", "-k", 12)
     assert [result["id"] for result in by_text] == [f"{i:02d}.png" for i in np.argsort(-scores[0])]
     assert "missing.jpg" in failure(capsys, "search", tmp_path / "index", tmp_path / "missing.jpg")
-    assert found(capsys, tmp_path / "index", "a fox " * 100, "-k", 1), "longer than the name of a file may be"
+    assert found(capsys, tmp_path / "index", "a fox " * 100, "-k", 1), (
+        "longer than the name of a file may be"
+    )
 
 
 @pytest.mark.parametrize(
@@ -265,14 +314,27 @@ def test_images_are_found_by_image_and_by_text(
         ("index MODEL DOCS", "needs --out"),
         ("index MODEL DOCS --out OUT --append", "holds no index to append to"),
         ("index MODEL DOCS --out OUT --memory much", "memory is 'much'; give a size such as 2GiB"),
-        ("index MODEL DOCS --out OUT --target-recall nan", 'Invalid value "nan" for --target-recall.'),
+        (
+            "index MODEL DOCS --out OUT --target-recall nan",
+            'Invalid value "nan" for --target-recall.',
+        ),
         ("index INDEX --remove no.txt", "no.txt: cannot be read"),
     ],
 )
 def test_mistakes(
-    tmp_path: Path, toy_text: Path, index: Path, capsys: pytest.CaptureFixture[str], words: str, message: str
+    tmp_path: Path,
+    toy_text: Path,
+    index: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    message: str,
 ) -> None:
-    places = {"MODEL": toy_text, "DOCS": tmp_path / "docs.jsonl", "INDEX": index, "OUT": tmp_path / "out"}
+    places = {
+        "MODEL": toy_text,
+        "DOCS": tmp_path / "docs.jsonl",
+        "INDEX": index,
+        "OUT": tmp_path / "out",
+    }
     assert message in failure(capsys, *(places.get(word, word) for word in words.split()))
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
@@ -286,7 +348,9 @@ def test_a_model_that_changed_since(
     with torch.no_grad():
         next(model.parameters()).add_(0.01)
     model.save(tmp_path / "model")
-    assert "other weights than the model has now" in failure(capsys, "search", tmp_path / "index", "fox")
+    assert "other weights than the model has now" in failure(
+        capsys, "search", tmp_path / "index", "fox"
+    )
 
 
 @pytest.mark.slow
@@ -297,22 +361,36 @@ def test_an_adapted_query_tower_searches_the_index_it_was_made_for(
     facts = {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")}
     model = IndexEncoder(load_model(toy_text), facts)
     with torch.no_grad():
-        next(model.left.parameters()).add_(0.5 * torch.randn(32, generator=torch.Generator().manual_seed(0)))
+        next(model.left.parameters()).add_(
+            0.5 * torch.randn(32, generator=torch.Generator().manual_seed(0))
+        )
     model.save(tmp_path / "adapted")
     results = found(capsys, index, "fox dog", "-k", 60, "--model", tmp_path / "adapted")
     query = SentenceTransformer(str(tmp_path / "adapted")).encode(["fox dog"])
     scores = (query @ encoded(toy_text, "right", toy.texts(60)).T)[0]
     assert [result["id"] for result in results] == [f"d{i}" for i in np.argsort(-scores)]
-    np.testing.assert_allclose([result["score"] for result in results], -np.sort(-scores), atol=1e-5)
+    np.testing.assert_allclose(
+        [result["score"] for result in results], -np.sort(-scores), atol=1e-5
+    )
     assert results != found(capsys, index, "fox dog", "-k", 60)
-    run("index", toy.text_model(tmp_path / "other", seed=1), documents, "--out", tmp_path / "theirs")
+    run(
+        "index", toy.text_model(tmp_path / "other", seed=1), documents, "--out", tmp_path / "theirs"
+    )
     run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "short")
     for name in ("theirs", "short"):
         message = failure(capsys, "search", tmp_path / name, "fox", "--model", tmp_path / "adapted")
-        assert message.startswith(f"{tmp_path / name}: the model was adapted for an index of other vectors; name that")
-    for words in (("embed", tmp_path / "adapted", documents), ("index", tmp_path / "adapted", documents)):
+        assert message.startswith(
+            f"{tmp_path / name}: the model was adapted for an index of other vectors; name that"
+        )
+    for words in (
+        ("embed", tmp_path / "adapted", documents),
+        ("index", tmp_path / "adapted", documents),
+    ):
         message = failure(capsys, *words, "--out", tmp_path / "new")
-        assert f"documents are the vectors of the index; embed new ones with {toy_text}, queries with" in message
+        assert (
+            f"documents are the vectors of the index; embed new ones with {toy_text}, queries with"
+            in message
+        )
     assert not (tmp_path / "new").exists()
 
 
@@ -329,7 +407,9 @@ def test_ids_and_snippets_do_not_command_the_terminal(
     assert shown.count(r"\x1b]0;owned\x07\x9b2Jfox") == 3, "the query, the id, the snippet"
 
 
-def test_images_left_out_are_told(tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_left_out_are_told(
+    tmp_path: Path, toy_clip: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     toy.save_images(tmp_path / "images", 12)
     (tmp_path / "images" / "03.png").write_bytes(b"not an image")
     words = ("embed", toy_clip, tmp_path / "images", "--out")
@@ -359,7 +439,11 @@ def test_the_first_components_are_embedded_indexed_and_searched(
 
 
 def test_a_path_is_searched_as_what_the_file_holds(
-    tmp_path: Path, toy_clip: Path, index: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    toy_clip: Path,
+    index: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever its name; a path that is searched as a text is reported."""
     pictures = save_classes(tmp_path / "pictures", per_class=2)
@@ -372,10 +456,19 @@ def test_a_path_is_searched_as_what_the_file_holds(
     assert found(capsys, tmp_path / "images", "fox and/or hen") != expected
     assert not caplog.messages
     reported = {
-        (tmp_path / "images", tmp_path / "notes"): "the file is not an image; its path is searched as a text",
+        (
+            tmp_path / "images",
+            tmp_path / "notes",
+        ): "the file is not an image; its path is searched as a text",
         (tmp_path / "images", tmp_path / "missing"): "no such file; the path is searched as a text",
-        (index, unnamed): "the file is an image, and the model of this index takes texts; its path is searched as a",
-        (index, named): "the file is an image, and the model of this index takes texts; its path is searched as a",
+        (
+            index,
+            unnamed,
+        ): "the file is an image, and the model of this index takes texts; its path is searched as a",
+        (
+            index,
+            named,
+        ): "the file is an image, and the model of this index takes texts; its path is searched as a",
     }
     for (folder, query), line in reported.items():
         caplog.clear()
@@ -386,7 +479,9 @@ def test_a_path_is_searched_as_what_the_file_holds(
         open_image(tmp_path / "notes")
 
 
-@pytest.mark.parametrize("read", [None, [], "x", 3, {"a": 1}, {"split": 3}, {"quotes": "x"}, {"allow_outside": True}])
+@pytest.mark.parametrize(
+    "read", [None, [], "x", 3, {"a": 1}, {"split": 3}, {"quotes": "x"}, {"allow_outside": True}]
+)
 def test_a_meta_json_that_does_not_say_how_the_data_was_read(
     index: Path, capsys: pytest.CaptureFixture[str], read: Any
 ) -> None:

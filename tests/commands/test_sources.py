@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from tests.commands import toy
 from tests.commands.image_models import picture
 from tests.commands.in_process import failure, run
@@ -47,7 +47,11 @@ def packed(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("make", "count"), [(spark, 2), (hive, 4), (packed, 2)])
 def test_embedding_what_other_tools_write(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], Path], count: int
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path], Path],
+    count: int,
 ) -> None:
     path = make(tmp_path / "source")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -85,7 +89,11 @@ def parts(folder: Path) -> Path:
         (configurations, [], "in its subfolders (pair, triplet); name one of these"),
         (without_header, [], "looks like a text, not like the name of a column"),
         (parts, [], "part_1.csv: its first line (b, flow) is not that of part_0.csv (id, text)"),
-        (spark, ["--columns", "tags"], "column 'tags' holds list<element: string>, which cannot be kept"),
+        (
+            spark,
+            ["--columns", "tags"],
+            "column 'tags' holds list<element: string>, which cannot be kept",
+        ),
     ],
 )
 def test_what_is_refused_in_one_line(

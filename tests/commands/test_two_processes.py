@@ -1,4 +1,5 @@
-"""Two processes write what one writes: every command that shares its work, in one pair of processes."""
+"""Two processes write what one writes: every command that shares its work, in one pair of
+processes."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def written(
     }
 
     def into(out: Path) -> list[list[str]]:
-        return [[*map(str, words), "--out", str(out / name), "--device", "cpu"] for name, words in commands.items()]
+        return [
+            [*map(str, words), "--out", str(out / name), "--device", "cpu"]
+            for name, words in commands.items()
+        ]
 
     assert [main(words) for words in into(folder / "one")] == [0] * len(commands)
     return folder / "one", folder / "two", run_on_two(folder, *into(folder / "two"))
@@ -66,9 +70,14 @@ def test_the_mined_negatives_are_the_same_file_and_nothing_else_is_left(written:
     one, two, done = written
     name = "mined.jsonl"
     assert (two / name).read_bytes() == (one / name).read_bytes()
-    asked = [int(json.loads(line)["query_id"].removeprefix("d")) for line in (two / name).read_text().splitlines()]
+    asked = [
+        int(json.loads(line)["query_id"].removeprefix("d"))
+        for line in (two / name).read_text().splitlines()
+    ]
     assert min(asked) < 256 <= max(asked)  # of both blocks
-    assert sorted(path.name for path in two.iterdir()) == sorted(path.name for path in one.iterdir())
+    assert sorted(path.name for path in two.iterdir()) == sorted(
+        path.name for path in one.iterdir()
+    )
     assert "256/256" in done.stderr, "the main process has the first block, the other the second"
     assert done.stdout.count("negatives → ") == 1, "only the first of the two says so"
 

@@ -25,7 +25,9 @@ def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str = ",") -> Path:
+def write_csv(
+    path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]], delimiter: str = ","
+) -> Path:
     """A table as the csv module writes it."""
     with open(path, "w", newline="", encoding="utf-8") as stream:
         csv.writer(stream, delimiter=delimiter).writerows([header, *rows])
@@ -76,12 +78,16 @@ def contents(pairs: PairDataset) -> list[tuple[int, str]]:
 
 
 def shades_in(pickled: bytes) -> list[int]:
-    """The left pictures of pickled pairs; here, so that a spawned process imports nothing but this file."""
+    """The left pictures of pickled pairs; here, so that a spawned process imports nothing but this
+    file."""
     return [shade_of(pair.left) for pair in pickle.loads(pickled)]
 
 
 def write_beir(
-    folder: Path, documents: Iterable[Any], queries: Iterable[Any], qrels: dict[str, Sequence[Sequence[Any]]]
+    folder: Path,
+    documents: Iterable[Any],
+    queries: Iterable[Any],
+    qrels: dict[str, Sequence[Sequence[Any]]],
 ) -> Path:
     """A BEIR folder; documents and queries are records or broken lines, qrels are rows by split."""
     (folder / "qrels").mkdir(parents=True)

@@ -9,14 +9,17 @@ import pytest
 
 from dualenc.data import BeirPairs, IndexPairs, read_beir
 from dualenc.data.corpus import held_out
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl
 
 DOCUMENTS = [{"_id": f"d{i}", "title": "T" if i % 2 else "", "text": f"text {i}"} for i in range(4)]
 QUERIES = [{"_id": f"q{i}", "text": f"query {i}", "metadata": {}} for i in range(3)]
-QRELS = {"train": [("q2", "d3", 1), ("q0", "d3", 2), ("q0", "d1", 1), ("q0", "d0", 0)], "test": [("q1", "d0", 1)]}
+QRELS = {
+    "train": [("q2", "d3", 1), ("q0", "d3", 2), ("q0", "d1", 1), ("q0", "d0", 0)],
+    "test": [("q1", "d0", 1)],
+}
 
 
 @pytest.fixture
@@ -41,7 +44,9 @@ def test_pairs_are_the_relevant_judgements_and_the_corpus_is_whole(folder: Path)
 
 def test_documents_of_equal_texts_are_no_negatives(tmp_path: Path) -> None:
     """Under several ids, each of which is judged; ids decide where a collection is evaluated."""
-    documents = [{"_id": name, "text": text} for name, text in zip("abc", ["same", "same", "other"])]
+    documents = [
+        {"_id": name, "text": text} for name, text in zip("abc", ["same", "same", "other"])
+    ]
     queries = [{"_id": name, "text": name.strip("2")} for name in ("q", "r", "q2")]
     qrels = [["q", "a", 1], ["r", "b", 1], ["q2", "c", 1]]
     folder = write_beir(tmp_path / "x", documents, queries, {"train": qrels})
@@ -60,7 +65,9 @@ def test_titles_grades_and_weights(folder: Path) -> None:
     assert [p.right for p in BeirPairs(folder, titles=False)] == ["text 3", "text 3", "text 1"]
     assert BeirPairs(folder).weights is None
     # The mean grade of 1, 2 and 1 is 4/3.
-    assert [pair.weight for pair in BeirPairs(folder, weigh_grades=True)] == pytest.approx([0.75, 1.5, 0.75])
+    assert [pair.weight for pair in BeirPairs(folder, weigh_grades=True)] == pytest.approx(
+        [0.75, 1.5, 0.75]
+    )
     (folder / "qrels" / "none.tsv").write_text("q0\td3\t0\n")
     with pytest.raises(DualencError, match="no judgement of a document has grade 1 or more"):
         BeirPairs(folder, "none")
@@ -69,12 +76,18 @@ def test_titles_grades_and_weights(folder: Path) -> None:
 def test_read_beir_gives_queries_of_the_split_and_all_judgements(folder: Path) -> None:
     queries, corpus, qrels = read_beir(folder, "train")
     assert (queries.ids, [queries[i] for i in range(2)]) == (["q0", "q2"], ["query 0", "query 2"])
-    assert (corpus.ids, corpus[3], corpus.text(3)) == (["d0", "d1", "d2", "d3"], "T text 3", "T text 3")
+    assert (corpus.ids, corpus[3], corpus.text(3)) == (
+        ["d0", "d1", "d2", "d3"],
+        "T text 3",
+        "T text 3",
+    )
     assert qrels == {"q2": {"d3": 1}, "q0": {"d3": 2, "d1": 1, "d0": 0}}
 
 
 def test_compressed_files_numbers_as_ids_and_qrels_without_a_header(tmp_path: Path) -> None:
-    folder = write_beir(tmp_path / "x", [{"_id": 1, "text": "a"}], [{"_id": 7, "text": "q"}], {"test": [(7, 1, 1)]})
+    folder = write_beir(
+        tmp_path / "x", [{"_id": 1, "text": "a"}], [{"_id": 7, "text": "q"}], {"test": [(7, 1, 1)]}
+    )
     for part in ("corpus", "queries"):
         file = folder / f"{part}.jsonl"
         (folder / f"{part}.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
@@ -96,12 +109,28 @@ def test_missing_splits_and_files_are_named(tmp_path: Path, folder: Path) -> Non
 @pytest.mark.parametrize(
     ("file", "line", "message"),
     [
-        ("corpus.jsonl", json.dumps({"_id": "x", "title": " ", "text": ""}), "corpus.jsonl:5: no text in column"),
-        ("corpus.jsonl", json.dumps({"_id": "d1", "text": "x"}), "corpus.jsonl:5: text with an id used before"),
+        (
+            "corpus.jsonl",
+            json.dumps({"_id": "x", "title": " ", "text": ""}),
+            "corpus.jsonl:5: no text in column",
+        ),
+        (
+            "corpus.jsonl",
+            json.dumps({"_id": "d1", "text": "x"}),
+            "corpus.jsonl:5: text with an id used before",
+        ),
         ("corpus.jsonl", json.dumps({"text": "nameless"}), "corpus.jsonl:5: text without an id"),
         ("corpus.jsonl", '{"_id": "x", ', "corpus.jsonl:5: malformed JSON line"),
-        ("queries.jsonl", json.dumps({"_id": "x", "text": ""}), "queries.jsonl:4: no text in column"),
-        ("qrels/train.tsv", "q0\tnone\t1", "train.tsv:6: judged document that is not in the corpus"),
+        (
+            "queries.jsonl",
+            json.dumps({"_id": "x", "text": ""}),
+            "queries.jsonl:4: no text in column",
+        ),
+        (
+            "qrels/train.tsv",
+            "q0\tnone\t1",
+            "train.tsv:6: judged document that is not in the corpus",
+        ),
         ("qrels/train.tsv", "none\td0\t1", "train.tsv:6: judgement of an unknown query"),
         ("qrels/train.tsv", "q0\td3\t1", "train.tsv:6: pair judged twice"),
         ("qrels/train.tsv", "q1 d1 1", "train.tsv:6: malformed judgement"),
@@ -122,11 +151,17 @@ def test_a_bad_line_is_named_or_skipped(folder: Path, file: str, line: str, mess
     assert pairs.skipped == 1
 
 
-def test_judgements_of_missing_documents_and_below_zero_are_those_of_trec_eval(folder: Path) -> None:
+def test_judgements_of_missing_documents_and_below_zero_are_those_of_trec_eval(
+    folder: Path,
+) -> None:
     write_jsonl(folder / "corpus.jsonl", DOCUMENTS[1:])
     (folder / "qrels" / "test.tsv").write_text("q1\td0\t1\nq1\td1\t-2\n")
     _, corpus, qrels = read_beir(folder, "test")
-    assert (qrels, corpus.ids, corpus.skipped) == ({"q1": {"d0": 1, "d1": -2}}, ["d1", "d2", "d3"], 1)
+    assert (qrels, corpus.ids, corpus.skipped) == (
+        {"q1": {"d0": 1, "d1": -2}},
+        ["d1", "d2", "d3"],
+        1,
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from dualenc.data import IndexPairs, split_by_documents
 from dualenc.data.pairs import PairDataset
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 
 
@@ -34,7 +34,8 @@ EXPECTED = [("how", "10"), ("why", "d two"), ("how", "15")]
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "jsonl", "parquet"])
 def test_rows_of_a_table_are_pairs(tmp_path: Path, documents: Embeddings, suffix: str) -> None:
-    """Several rows of a query are several positives, a repeated row is one pair, all documents are right items."""
+    """Several rows of a query are several positives, a repeated row is one pair, all documents are
+    right items."""
     frame = pandas.DataFrame(ROWS, columns=["query", "doc_id"])
     path = tmp_path / f"clicks.{suffix}"
     if suffix == "parquet":
@@ -50,7 +51,9 @@ def test_rows_of_a_table_are_pairs(tmp_path: Path, documents: Embeddings, suffix
     np.testing.assert_array_equal(pairs[1].right, documents.vectors[2])
 
 
-def test_clicks_on_documents_without_a_direction_are_bad_rows(tmp_path: Path, documents: Embeddings) -> None:
+def test_clicks_on_documents_without_a_direction_are_bad_rows(
+    tmp_path: Path, documents: Embeddings
+) -> None:
     pandas.DataFrame(ROWS, columns=["query", "doc_id"]).to_csv(tmp_path / "clicks.csv", index=False)
     vectors = np.array(documents.vectors)
     vectors[documents.ids.index("15")] = 0
@@ -72,7 +75,11 @@ def test_numbers_are_ids(tmp_path: Path, documents: Embeddings) -> None:
 
 def test_lists_of_ids(tmp_path: Path, documents: Embeddings) -> None:
     """A row may name several documents; unknown ones and rows without any are counted."""
-    rows = [{"query": "a", "positives": [10, 15]}, {"query": "b", "positives": []}, {"query": "c", "positives": [99]}]
+    rows = [
+        {"query": "a", "positives": [10, 15]},
+        {"query": "b", "positives": []},
+        {"query": "c", "positives": [99]},
+    ]
     path = tmp_path / "clicks.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     pairs = IndexPairs(path, documents)
@@ -83,18 +90,29 @@ def test_lists_of_ids(tmp_path: Path, documents: Embeddings) -> None:
 def test_queries_that_are_vectors(tmp_path: Path, documents: Embeddings) -> None:
     """Equal vectors are one query."""
     vectors = [[1.0, 2.0], [0.5, 0.0], [1.0, 2.0]]
-    table = pa.table({"vector": pa.array(vectors, pa.list_(pa.float32())), "document": ["10", "11", "13"]})
+    table = pa.table(
+        {"vector": pa.array(vectors, pa.list_(pa.float32())), "document": ["10", "11", "13"]}
+    )
     pq.write_table(table, tmp_path / "clicks.parquet")
     pairs = IndexPairs(tmp_path / "clicks.parquet", documents)
-    assert (pairs.left_modality, pairs.left_dim, pairs.right_dim, pairs.num_left) == ("vector", 2, 6, 2)
+    assert (pairs.left_modality, pairs.left_dim, pairs.right_dim, pairs.num_left) == (
+        "vector",
+        2,
+        6,
+        2,
+    )
     assert pairs.left_id.tolist() == [0, 1, 0]
 
 
 def test_a_beir_folder(tmp_path: Path, documents: Embeddings) -> None:
     """queries.jsonl and judgements of grade 1 or more; no corpus is needed."""
     (tmp_path / "qrels").mkdir()
-    (tmp_path / "queries.jsonl").write_text('{"_id": "q1", "text": "how"}\n{"_id": "q2", "text": "why"}\n')
-    judgements = "query-id\tcorpus-id\tscore\nq1\t10\t1\nq1\t11\t0\nq2\t15\t2\nq2\tgone\t1\nq3\t10\t1\n"
+    (tmp_path / "queries.jsonl").write_text(
+        '{"_id": "q1", "text": "how"}\n{"_id": "q2", "text": "why"}\n'
+    )
+    judgements = (
+        "query-id\tcorpus-id\tscore\nq1\t10\t1\nq1\t11\t0\nq2\t15\t2\nq2\tgone\t1\nq3\t10\t1\n"
+    )
     (tmp_path / "qrels" / "train.tsv").write_text(judgements)
     pairs = IndexPairs(tmp_path, documents)
     assert named_pairs(pairs) == [("how", "10"), ("why", "15")]
@@ -110,7 +128,9 @@ def test_a_beir_folder(tmp_path: Path, documents: Embeddings) -> None:
         ("query,doc_id\n,10\n", "query"),
     ],
 )
-def test_refusals_name_the_column(tmp_path: Path, documents: Embeddings, text: str, named: str) -> None:
+def test_refusals_name_the_column(
+    tmp_path: Path, documents: Embeddings, text: str, named: str
+) -> None:
     (tmp_path / "clicks.csv").write_text(text)
     with pytest.raises(DualencError, match=named):
         IndexPairs(tmp_path / "clicks.csv", documents)
@@ -118,11 +138,14 @@ def test_refusals_name_the_column(tmp_path: Path, documents: Embeddings, text: s
 
 @pytest.mark.parametrize("seed", range(5))
 def test_held_out_documents_are_in_no_training_pair(seed: int) -> None:
-    """New queries: none of their documents is trained on; known ones: each is; positives stay known to all parts."""
+    """New queries: none of their documents is trained on; known ones: each is; positives stay known
+    to all parts."""
     generator = np.random.default_rng(seed)
     left_id = generator.integers(0, 400, 1500)
     right_id = (generator.beta(1, 3, 1500) * 300).astype(int)
-    pairs = PairDataset([str(row) for row in range(400)], [str(row) for row in range(300)], left_id, right_id)
+    pairs = PairDataset(
+        [str(row) for row in range(400)], [str(row) for row in range(300)], left_id, right_id
+    )
     parts = split_by_documents(pairs, 0.2, most=30, seed=seed)
     trained = set(parts.train.right_id.tolist())
     documents = defaultdict(set)
@@ -146,7 +169,10 @@ def test_held_out_documents_are_in_no_training_pair(seed: int) -> None:
 def test_a_document_that_all_click_is_not_held_out() -> None:
     """Holding it out would leave nothing to train on."""
     pairs = PairDataset(
-        [str(row) for row in range(50)], ["popular", "rare"], np.arange(50), np.r_[np.zeros(49, int), 1]
+        [str(row) for row in range(50)],
+        ["popular", "rare"],
+        np.arange(50),
+        np.r_[np.zeros(49, int), 1],
     )
     parts = split_by_documents(pairs, 0.1, most=100)
     assert parts.new is not None

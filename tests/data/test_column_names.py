@@ -1,4 +1,5 @@
-"""One list of names for all readers, lists written as texts, and files that were joined as they were."""
+"""One list of names for all readers, lists written as texts, and files that were joined as they
+were."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import BeirPairs, IndexPairs, MinedPairs, TablePairs, open_corpus, open_pairs
-from dualenc.data.column_names import IDS
-from dualenc.data.vector_shards import Embeddings
-from dualenc.data.written_lists import parse_list
+from dualenc.data.readers.column_names import IDS
+from dualenc.data.readers.written_lists import parse_list
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -41,25 +42,39 @@ def test_beir_folders_and_passages_have_the_same_names(tmp_path: Path) -> None:
     assert (pairs.queries.ids, pairs.corpus.ids, len(pairs)) == (["q"], ["d"], 1)
 
 
-def test_row_numbers_are_no_ids_beside_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_row_numbers_are_no_ids_beside_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [[number, f"p{number}", "x"] for number in range(3)]
     path = write_csv(tmp_path / "x.csv", ["id", "product_id", "text"], rows)
     assert open_corpus(path).ids == ["p0", "p1", "p2"]
     assert "column 'product_id' is read as ids, for 'id' numbers the rows" in caplog.text
     assert open_corpus(path, id_column="id").ids == ["0", "1", "2"]
-    assert open_corpus(write_csv(path, ["id", "text"], [row[::2] for row in rows])).ids == ["0", "1", "2"]
+    assert open_corpus(write_csv(path, ["id", "text"], [row[::2] for row in rows])).ids == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 def test_ids_of_something_else_are_not_guessed(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "x.csv", ["product_id", "text"], [[number % 3, f"t{number}"] for number in range(30)])
-    with pytest.raises(DualencError, match=r"'product_id' repeats its values.*none numbers the rows"):
+    path = write_csv(
+        tmp_path / "x.csv",
+        ["product_id", "text"],
+        [[number % 3, f"t{number}"] for number in range(30)],
+    )
+    with pytest.raises(
+        DualencError, match=r"'product_id' repeats its values.*none numbers the rows"
+    ):
         open_corpus(path)
     assert len(open_corpus(path, id_column="none")) == 30
     assert open_corpus(path, id_column="product_id").ids == ["0", "1", "2"]
 
 
 def test_queries_do_not_have_the_ids_of_documents(tmp_path: Path) -> None:
-    path = write_csv(tmp_path / "x.csv", ["query_id", "query", "doc_id", "document"], [["q", "a", "d", "b"]])
+    path = write_csv(
+        tmp_path / "x.csv", ["query_id", "query", "doc_id", "document"], [["q", "a", "d", "b"]]
+    )
     assert open_corpus(path).ids == ["d"]
     assert open_corpus(path, part="queries").ids == ["q"]
 
@@ -88,7 +103,9 @@ def test_lists_that_are_written_as_texts(text: str, values: list | None) -> None
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "parquet"])
-def test_lists_of_pandas_are_lists(tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_lists_of_pandas_are_lists(
+    tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
     frame = pd.DataFrame({"query": ["q", "r"], "pos": [["p", "p2"], ["s"]], "neg": [["n"], []]})
     path = tmp_path / f"x.{form}"
     if form == "parquet":
@@ -109,7 +126,9 @@ def test_lists_of_pandas_are_lists(tmp_path: Path, form: str, caplog: pytest.Log
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_vectors_that_are_written_as_texts(tmp_path: Path, form: str) -> None:
-    frame = pd.DataFrame({"query": ["[0.5, 1.0]", "[0 1]"], "embedding": ["[0.25 1. ]", "[2, 1]"], "id": ["a", "b"]})
+    frame = pd.DataFrame(
+        {"query": ["[0.5, 1.0]", "[0 1]"], "embedding": ["[0.25 1. ]", "[2, 1]"], "id": ["a", "b"]}
+    )
     path = tmp_path / f"x.{form}"
     frame.to_parquet(path) if form == "parquet" else frame.to_csv(path)
     pairs = TablePairs(path, "query", "embedding")
@@ -124,7 +143,9 @@ def test_a_text_in_brackets_among_others_is_a_text(tmp_path: Path) -> None:
     assert [pair.right for pair in open_pairs(path)] == ["['a']", "plain"]
 
 
-def test_sentiments_are_no_mined_negatives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sentiments_are_no_mined_negatives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [[f"q{i}", f"a{i}", 0.1, 0.2, 0.7] for i in range(3)]
     path = write_csv(tmp_path / "x.csv", ["question", "answer", "neg", "neu", "pos"], rows)
     pairs = open_pairs(path)

@@ -1,4 +1,5 @@
-"""Files and folders as Spark, Hive, MySQL, DuckDB, Polars and Arrow write them, compressed files, and huge lines."""
+"""Files and folders as Spark, Hive, MySQL, DuckDB, Polars and Arrow write them, compressed files,
+and huge lines."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ from dualenc.data import (
     TableViews,
     VectorPairs,
     WebDatasetPairs,
-    lines,
     open_corpus,
     open_pairs,
 )
-from dualenc.data.detect import default_split, detect
+from dualenc.data.readers import lines
+from dualenc.data.readers.detect import default_split, detect
 from dualenc.errors import DualencError
 
 from .make import encoded, picture, write_beir, write_csv, write_jsonl
@@ -83,19 +84,37 @@ def test_compressed_tables(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("x.csv.zip", zipped(**{"a.csv": CSV, "b.csv": CSV}), r"2 files in this zip \(a.csv, b.csv\); unpack it"),
+        (
+            "x.csv.zip",
+            zipped(**{"a.csv": CSV, "b.csv": CSV}),
+            r"2 files in this zip \(a.csv, b.csv\); unpack it",
+        ),
         ("x.csv.zip", zipped(), r"0 files in this zip \(none\)"),
-        ("x.zip", zipped(**{"a.csv": CSV}), "name it by what the one file in it is, such as x.csv.zip"),
+        (
+            "x.zip",
+            zipped(**{"a.csv": CSV}),
+            "name it by what the one file in it is, such as x.csv.zip",
+        ),
         ("x.csv", gzip.compress(CSV, mtime=0), "holds a .gz file, not text; name it so"),
-        ("x.csv", zipped(**{"xl/workbook.xml": b""}), "holds a .zip file or a spreadsheet, not text"),
-        ("x.csv.lz4", b"", r"a file of another format \(.csv\); decompress it first|\(.lz4\); decompress it first"),
+        (
+            "x.csv",
+            zipped(**{"xl/workbook.xml": b""}),
+            "holds a .zip file or a spreadsheet, not text",
+        ),
+        (
+            "x.csv.lz4",
+            b"",
+            r"a file of another format \(.csv\); decompress it first|\(.lz4\); decompress it first",
+        ),
         ("x.xlsx", b"PK", r"a file of another format \(.xlsx\); save the sheet as csv"),
         ("x.tar.gz", b"", r"a file of another format \(.tar\); decompress it first"),
         ("x.parquet.gz", b"", "compressed parquet file; decompress it first"),
         ("x.csv.bz2", bz2.compress(CSV)[:-4], "cannot be read .*ended before"),
     ],
 )
-def test_what_is_not_decompressed_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_what_is_not_decompressed_is_named(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DualencError, match=message) as error:
         open_pairs(tmp_path / name)
@@ -103,18 +122,29 @@ def test_what_is_not_decompressed_is_named(tmp_path: Path, name: str, content: b
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zip", "bz2", "xz", "zst"])
-def test_a_small_file_cannot_unpack_to_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+def test_a_small_file_cannot_unpack_to_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
     monkeypatch.setattr(lines, "_MAX_UNPACKED_BYTES", 1 << 16)
     path = tmp_path / f"x.txt.{suffix}"
     path.write_bytes(PACKED[suffix](b"word\n" * (1 << 20)))
-    with pytest.raises(DualencError, match=r"unpacks to more than .* bytes, 300 times its size; decompress it first"):
+    with pytest.raises(
+        DualencError,
+        match=r"unpacks to more than .* bytes, 300 times its size; decompress it first",
+    ):
         open_corpus(path)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.csv", "x.txt", "x.jsonl.gz", "x.csv.gz"])
-def test_a_huge_line_is_a_bad_row(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_huge_line_is_a_bad_row(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     word = b"caf\xc3\xa9 " * (20 << 20)
-    content = {"jsonl": b'{"text": "%s"}\n{"text": "x"}\n', "csv": b"text\n%s\nx\n", "txt": b"%s\nx\n"}
+    content = {
+        "jsonl": b'{"text": "%s"}\n{"text": "x"}\n',
+        "csv": b"text\n%s\nx\n",
+        "txt": b"%s\nx\n",
+    }
     data = content[name.split(".")[1]] % word
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
     start = time.monotonic()
@@ -124,7 +154,9 @@ def test_a_huge_line_is_a_bad_row(tmp_path: Path, name: str, caplog: pytest.LogC
     assert "1 line of more than 16,777,216 characters" in caplog.text
 
 
-def test_a_list_of_json_in_one_line_may_be_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_json_in_one_line_may_be_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lines, "MAX_LINE_CHARACTERS", 20)
     pd.DataFrame(ROWS).to_json(tmp_path / "x.json", orient="records")
     assert pairs_of(tmp_path / "x.json") == PAIRS
@@ -145,17 +177,25 @@ ESCAPED = [
 ]
 
 
-@pytest.mark.parametrize("order", [ESCAPED, ESCAPED[3:4] + ESCAPED[:3] + ESCAPED[4:], ESCAPED[5:] + ESCAPED[:5]])
-def test_backslashes_before_quotes(tmp_path: Path, order: list, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "order", [ESCAPED, ESCAPED[3:4] + ESCAPED[:3] + ESCAPED[4:], ESCAPED[5:] + ESCAPED[:5]]
+)
+def test_backslashes_before_quotes(
+    tmp_path: Path, order: list, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "x.csv"
     path.write_text("id,text\n" + "\n".join(line for line, _ in order) + "\n")
     corpus = open_corpus(path)
-    first = next(number for number, (line, _) in enumerate(order, 2) if '\\"' in line and line[0] != "5")
+    first = next(
+        number for number, (line, _) in enumerate(order, 2) if '\\"' in line and line[0] != "5"
+    )
     assert (list(corpus.items), corpus.skipped) == ([text for _, text in order], 0)
     assert f"{path}:{first}: " in caplog.text
 
 
-def test_quotes_are_advised_only_where_they_help(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quotes_are_advised_only_where_they_help(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "x.csv"
     path.write_text('id,text\n1,a\n2,b,c\n3,"d\\" e" f\n4,g\n')
     corpus = open_corpus(path)
@@ -178,12 +218,14 @@ def test_missing_values_of_mysql_and_hive(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["How do I reset my password?", "the first text of a file that has no header", "word " * 30]
+    "first",
+    ["How do I reset my password?", "the first text of a file that has no header", "word " * 30],
 )
 def test_a_text_is_not_taken_for_the_name_of_the_only_column(tmp_path: Path, first: str) -> None:
     path = write_csv(tmp_path / "x.csv", [first.strip()], [["another"], ["third"]])
     with pytest.raises(
-        DualencError, match="looks like a text, not like the name of a column; write a line `text` above"
+        DualencError,
+        match="looks like a text, not like the name of a column; write a line `text` above",
     ):
         open_corpus(path)
     assert len(open_corpus(path, text_column=first.strip())) == 2
@@ -191,7 +233,9 @@ def test_a_text_is_not_taken_for_the_name_of_the_only_column(tmp_path: Path, fir
     assert len(open_corpus(tmp_path / "x.txt")) == 3
 
 
-def test_a_name_that_is_guessed_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_is_guessed_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert len(open_corpus(write_csv(tmp_path / "x.csv", ["red shoes"], [["blue shoes"]]))) == 1
     assert "its first line is read as the name of its only column, 'red shoes'" in caplog.text
 
@@ -204,25 +248,39 @@ def test_parts_without_a_header_are_refused(tmp_path: Path, inside: bool) -> Non
     second.write_bytes(b"q9,d9\nq10,d10\n" if inside else b"q9,d9\n")
     for source in (tmp_path, f"{tmp_path}/*.csv"):
         with pytest.raises(
-            DualencError, match=r"part_1.csv: its first line \(q9, d9\) is not that of part_0.csv \(que"
+            DualencError,
+            match=r"part_1.csv: its first line \(q9, d9\) is not that of part_0.csv \(que",
         ):
             open_pairs(source)
 
 
-def test_other_columns_of_one_file_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_columns_of_one_file_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_csv(tmp_path / "part0.csv", ["query", "document"], [["a", "b"]])
     write_csv(tmp_path / "part1.csv", ["query", "answer"], [["c", "d"]])
     assert pairs_of(f"{tmp_path}/*.csv") == [("a", "b")]
-    assert "its first line (query, answer) is not that of part0.csv (query, document)" in caplog.text
+    assert (
+        "its first line (query, answer) is not that of part0.csv (query, document)" in caplog.text
+    )
 
 
-def spark_folder(folder: Path, suffix: str, content: bytes, names: tuple[str, ...] = ("part-00000-abc-c000",)) -> Path:
+def spark_folder(
+    folder: Path, suffix: str, content: bytes, names: tuple[str, ...] = ("part-00000-abc-c000",)
+) -> Path:
     """A folder of parts with the files that Spark, Arrow, notebooks and people put beside them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         (folder / f"{name}.{suffix}").write_bytes(content)
         (folder / f".{name}.{suffix}.crc").write_bytes(b"crc")
-    for name in ("_SUCCESS", "._SUCCESS.crc", "_committed_1", "_common_metadata", "README.md", "README.txt"):
+    for name in (
+        "_SUCCESS",
+        "._SUCCESS.crc",
+        "_committed_1",
+        "_common_metadata",
+        "README.md",
+        "README.txt",
+    ):
         (folder / name).write_text("notes")
     (folder / ".ipynb_checkpoints").mkdir(exist_ok=True)
     (folder / ".ipynb_checkpoints" / f"x-checkpoint.{suffix}").write_bytes(content)
@@ -259,7 +317,9 @@ def test_an_empty_part_is_left_out(
     for number in range(3):
         write_jsonl(tmp_path / "rows", ROWS)
         content = (tmp_path / "rows").read_bytes() if suffix == "jsonl" else CSV
-        (tmp_path / f"part-{number}.{suffix}").write_bytes(pack(b"" if number == position else content))
+        (tmp_path / f"part-{number}.{suffix}").write_bytes(
+            pack(b"" if number == position else content)
+        )
     (tmp_path / "rows").unlink()
     assert pairs_of(tmp_path) == PAIRS * 2
     assert f"1 of 3 files are empty (first: part-{position}.{suffix})" in caplog.text
@@ -280,7 +340,9 @@ def hive_folder(folder: Path, form: str) -> Path:
 
 @pytest.mark.parametrize("form", ["parquet", "csv"])
 @pytest.mark.parametrize("inside", [".", "data"])
-def test_hive_partitions(tmp_path: Path, form: str, inside: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_hive_partitions(
+    tmp_path: Path, form: str, inside: str, caplog: pytest.LogCaptureFixture
+) -> None:
     hive_folder(tmp_path / inside, form)
     corpus = open_corpus(tmp_path, columns=["year", "lang"])
     assert corpus.ids == ["00", "01", "10", "11", "20", "21"]
@@ -293,18 +355,28 @@ def test_hive_partitions(tmp_path: Path, form: str, inside: str, caplog: pytest.
 
 
 def test_partitions_as_arrow_and_duckdb_write_them(tmp_path: Path) -> None:
-    rows = pa.table({"query": ["a", "b"], "document": ["x", "y"], "dt": ["2024-01-01", "2024-01-02"]})
+    rows = pa.table(
+        {"query": ["a", "b"], "document": ["x", "y"], "dt": ["2024-01-01", "2024-01-02"]}
+    )
     pa.dataset.write_dataset(
         rows, tmp_path / "arrow", format="parquet", partitioning=["dt"], partitioning_flavor="hive"
     )
     assert pairs_of(tmp_path / "arrow") == [("a", "x"), ("b", "y")]
-    assert open_corpus(tmp_path / "arrow", columns=["dt"]).columns.to_pydict() == {"dt": rows["dt"].to_pylist()}
+    assert open_corpus(tmp_path / "arrow", columns=["dt"]).columns.to_pydict() == {
+        "dt": rows["dt"].to_pylist()
+    }
     duckdb = pytest.importorskip("duckdb")
-    duckdb.sql(f"copy rows to '{tmp_path}/duck' (format parquet, partition_by (dt), write_partition_columns true)")
-    assert open_corpus(tmp_path / "duck", columns=["dt"]).columns.to_pydict() == {"dt": rows["dt"].to_pylist()}
+    duckdb.sql(
+        f"copy rows to '{tmp_path}/duck' (format parquet, partition_by (dt), write_partition_columns true)"
+    )
+    assert open_corpus(tmp_path / "duck", columns=["dt"]).columns.to_pydict() == {
+        "dt": rows["dt"].to_pylist()
+    }
 
 
-def test_a_table_beside_partitions_or_other_tables(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_table_beside_partitions_or_other_tables(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_csv(tmp_path / "train.csv", ["query", "document"], PAIRS)
     (tmp_path / "more").mkdir()
     write_csv(tmp_path / "more" / "extra.csv", ["query", "document"], [["q9", "d9"]])
@@ -312,7 +384,9 @@ def test_a_table_beside_partitions_or_other_tables(tmp_path: Path, caplog: pytes
     assert "those in its subfolders are not: more/extra.csv" in caplog.text
     (tmp_path / "dt=1").mkdir()
     (tmp_path / "more" / "extra.csv").rename(tmp_path / "dt=1" / "part-0.csv")
-    with pytest.raises(DualencError, match=r"a table \(train.csv\) beside partitions \(dt=1\); move one of them"):
+    with pytest.raises(
+        DualencError, match=r"a table \(train.csv\) beside partitions \(dt=1\); move one of them"
+    ):
         open_pairs(tmp_path)
 
 
@@ -323,7 +397,9 @@ def test_configurations_are_named(tmp_path: Path) -> None:
         pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / name / "train-00000-of-00001.parquet")
     (tmp_path / "README.md").write_text("# Data\n")
     for read in (open_pairs, open_corpus):
-        with pytest.raises(DualencError, match=r"in its subfolders \(pair, triplet\); name one of these: .*/pair$"):
+        with pytest.raises(
+            DualencError, match=r"in its subfolders \(pair, triplet\); name one of these: .*/pair$"
+        ):
             read(tmp_path)
     assert pairs_of(tmp_path / "triplet") == PAIRS
 
@@ -341,27 +417,38 @@ def test_subfolders_named_like_splits_are_splits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("marker", "kind"),
-    [("_delta_log/0.json", "Delta"), (".hoodie/x", "Hudi"), ("metadata/v1.metadata.json", "Iceberg")],
+    [
+        ("_delta_log/0.json", "Delta"),
+        (".hoodie/x", "Hudi"),
+        ("metadata/v1.metadata.json", "Iceberg"),
+    ],
 )
-def test_tables_with_a_log_of_their_files_are_refused(tmp_path: Path, marker: str, kind: str) -> None:
+def test_tables_with_a_log_of_their_files_are_refused(
+    tmp_path: Path, marker: str, kind: str
+) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data" / "part-0.parquet")
     (tmp_path / marker).parent.mkdir()
     (tmp_path / marker).write_text("{}")
     with pytest.raises(
-        DualencError, match=f"{kind} table, whose log says which of its files are valid; write its rows"
+        DualencError,
+        match=f"{kind} table, whose log says which of its files are valid; write its rows",
     ):
         open_pairs(tmp_path)
 
 
-def test_what_lies_beside_images_and_tars_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_lies_beside_images_and_tars_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("images", "tars"):
         (tmp_path / name).mkdir()
         write_csv(tmp_path / name / "labels.csv", ["a"], [["b"]])
     picture(1).save(tmp_path / "images" / "1.png")
     write_tar(tmp_path / "tars" / "0.tar", [("1.png", encoded(picture(1))), ("1.txt", b"one")])
     assert len(open_corpus(tmp_path / "images")) == len(open_corpus(tmp_path / "tars")) == 1
-    assert "the images in this folder are read, tables beside them are not: labels.csv" in caplog.text
+    assert (
+        "the images in this folder are read, tables beside them are not: labels.csv" in caplog.text
+    )
     assert "the tars in this folder are read, other files are not: labels.csv" in caplog.text
 
 
@@ -387,7 +474,9 @@ TYPES: dict[str, tuple[pa.Array, list[str]]] = {
     "list_view": (pa.array([["a"], ["b"]], pa.list_view(pa.string())), ["a", "b"]),
     "large_list_view": (pa.array([["a"], ["b"]], pa.large_list_view(pa.string())), ["a", "b"]),
     "list of uuid": (
-        pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array([one.bytes for one in IDS], pa.uuid())),
+        pa.ListArray.from_arrays(
+            pa.array([0, 1, 2], pa.int32()), pa.array([one.bytes for one in IDS], pa.uuid())
+        ),
         [str(one) for one in IDS],
     ),
     "list of binary": (pa.array([[b"a"], [b"b"]]), ["a", "b"]),
@@ -408,7 +497,9 @@ def test_types_of_parquet(tmp_path: Path, kind: str) -> None:
 
 def test_lists_with_missing_and_empty_ones_in_a_view(tmp_path: Path) -> None:
     values = [["a", "b"], None, [], ["c"]]
-    pq.write_table(pa.table({"text": pa.array(values, pa.list_view(pa.string()))}), tmp_path / "x.parquet")
+    pq.write_table(
+        pa.table({"text": pa.array(values, pa.list_view(pa.string()))}), tmp_path / "x.parquet"
+    )
     assert texts(open_corpus(tmp_path / "x.parquet")) == {"0#0": "a", "0#1": "b", "3#0": "c"}
 
 
@@ -425,19 +516,27 @@ def test_a_map_is_refused_where_it_is_read(tmp_path: Path, reader: str) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"text": ["x"], "extra": array}), path)
     assert texts(open_corpus(path)) == {"0": "x"}
-    options: dict[str, Any] = {"text_column": "extra"} if reader == "text" else {"columns": ["extra"]}
+    options: dict[str, Any] = (
+        {"text_column": "extra"} if reader == "text" else {"columns": ["extra"]}
+    )
     with pytest.raises(
-        DualencError, match=r"column 'extra' holds map<string, string.*>, which cannot be read; write it"
+        DualencError,
+        match=r"column 'extra' holds map<string, string.*>, which cannot be read; write it",
     ):
         open_corpus(path, **options)
 
 
-def test_bytes_are_texts_or_images_by_what_they_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_bytes_are_texts_or_images_by_what_they_hold(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "x.parquet"
     contents = [b"one", None, b"", b"\xff\xfe", "naïve".encode(), b"three"]
     pq.write_table(pa.table({"query": [f"q{i}" for i in range(6)], "document": contents}), path)
     assert pairs_of(path) == [("q0", "one"), ("q4", "naïve"), ("q5", "three")]
-    assert "column 'document' is read as text: 3 of 4 values examined are bytes of UTF-8 and no images" in caplog.text
+    assert (
+        "column 'document' is read as text: 3 of 4 values examined are bytes of UTF-8 and no images"
+        in caplog.text
+    )
     images = [encoded(picture(1)), encoded(picture(2)), b"not found"]
     pq.write_table(pa.table({"query": ["a", "b", "c"], "document": images}), path)
     assert open_pairs(path).right_modality == "image"
@@ -452,12 +551,18 @@ def test_a_column_of_lists_is_named_where_one_value_is_needed(tmp_path: Path, fo
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     for options in ({"columns": ["tags"]}, {"id_column": "tags"}):
-        with pytest.raises(DualencError, match=r"column 'tags' holds (lists|list<.*string>, which cannot be kept)"):
+        with pytest.raises(
+            DualencError, match=r"column 'tags' holds (lists|list<.*string>, which cannot be kept)"
+        ):
             open_corpus(path, **options)  # type: ignore[arg-type]
 
 
-def test_a_list_in_one_row_names_its_column(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", [{"text": "a", "year": 1}, {"text": "b", "year": [2, 3]}])
+def test_a_list_in_one_row_names_its_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(
+        tmp_path / "x.jsonl", [{"text": "a", "year": 1}, {"text": "b", "year": [2, 3]}]
+    )
     with pytest.raises(DualencError, match="column 'year' holds a list where one text is expected"):
         open_corpus(path, columns=["year"], on_error="raise")
     assert len(open_corpus(path, columns=["year"])) == 1
@@ -474,9 +579,13 @@ def test_files_of_duckdb_and_polars(tmp_path: Path) -> None:
     assert list(corpus.items) == ["text 0", "text 1", "text 2"]
     assert corpus.columns.to_pydict() == {"h": [0, 1, 2], "d": [5, 5, 5]}
     assert uuid.UUID(corpus.ids[0])
-    frame = polars.DataFrame({"text": ["x", "y"], "kind": polars.Series(["u", "v"], dtype=polars.Categorical)})
+    frame = polars.DataFrame(
+        {"text": ["x", "y"], "kind": polars.Series(["u", "v"], dtype=polars.Categorical)}
+    )
     frame.write_parquet(tmp_path / "pl.parquet")
-    assert open_corpus(tmp_path / "pl.parquet", columns=["kind"]).columns.to_pydict() == {"kind": ["u", "v"]}
+    assert open_corpus(tmp_path / "pl.parquet", columns=["kind"]).columns.to_pydict() == {
+        "kind": ["u", "v"]
+    }
 
 
 LATIN = os.fsdecode(b"caf\xe9.png")
@@ -502,12 +611,19 @@ def test_a_name_of_an_image_that_is_no_id_is_escaped(
     assert (len(pairs), pairs.skipped) == (1, 1)
 
 
-def test_every_reader_knows_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reader_knows_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     images = [encoded(picture(shade)) for shade in (1, 2)]
     pq.write_table(pa.table({"image": images, "text": ["a", "b"]}), tmp_path / "x.parquet")
     write_tar(tmp_path / "x.tar", [("1.png", images[0]), ("1.txt", b"one")])
-    write_beir(tmp_path / "beir", [{"_id": "d", "text": "x"}], [{"_id": "q", "text": "y"}], {"train": [("q", "d", 1)]})
+    write_beir(
+        tmp_path / "beir",
+        [{"_id": "d", "text": "x"}],
+        [{"_id": "q", "text": "y"}],
+        {"train": [("q", "d", 1)]},
+    )
     np.save(tmp_path / "x.npy", np.eye(2, dtype=np.float32))
     (tmp_path / "images").mkdir()
     picture(1).save(tmp_path / "images" / "1.png")

@@ -1,4 +1,5 @@
-"""Collections of the hub: folders laid out as mteb and NanoBEIR have them, loaded by the call that loads names."""
+"""Collections of the hub: folders laid out as mteb and NanoBEIR have them, loaded by the call that
+loads names."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import BeirPairs, open_corpus, open_pairs, read_beir
-from dualenc.data.beir import expand_name, is_collection
-from dualenc.data.detect import detect
+from dualenc.data.readers.beir import expand_name, is_collection
+from dualenc.data.readers.detect import detect
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_beir, write_jsonl
 
 Rows = list[dict[str, Any]]
-DOCUMENTS: Rows = [{"_id": f"d{i}", "title": f"T{i}" if i else "", "text": f"text {i}"} for i in range(4)]
+DOCUMENTS: Rows = [
+    {"_id": f"d{i}", "title": f"T{i}" if i else "", "text": f"text {i}"} for i in range(4)
+]
 QUERIES: Rows = [{"_id": f"q{i}", "text": f"query {i}"} for i in range(3)]
 QRELS: dict[str, list[tuple]] = {
     "train": [("q2", "d3", 1.0), ("q0", "d3", 2.0), ("q0", "d0", 0.0)],
@@ -45,8 +48,14 @@ def judgements(entries: list[tuple], score: bool = True) -> list[dict[str, Any]]
     return [dict(zip(names, entry)) for entry in entries]
 
 
-def mteb(folder: Path, kind: str, qrels: dict[str, list[tuple]] = QRELS, parts: tuple = (DOCUMENTS, QUERIES)) -> Path:
-    """mteb/scifact: judgements in the configuration default; json lines, or parquet as the newer ones are."""
+def mteb(
+    folder: Path,
+    kind: str,
+    qrels: dict[str, list[tuple]] = QRELS,
+    parts: tuple = (DOCUMENTS, QUERIES),
+) -> Path:
+    """mteb/scifact: judgements in the configuration default; json lines, or parquet as the newer
+    ones are."""
     (folder / "qrels").mkdir(parents=True)
     tables = {"corpus": parts[0], "queries": parts[1]}
     tables |= {f"qrels/{split}": judgements(entries) for split, entries in qrels.items()}
@@ -61,9 +70,14 @@ def mteb(folder: Path, kind: str, qrels: dict[str, list[tuple]] = QRELS, parts: 
     return folder
 
 
-def nano(folder: Path, documents: Rows = DOCUMENTS, queries: Rows = QUERIES, pairs: list = QRELS["train"]) -> Path:
-    """zeta-alpha-ai/NanoSciFact: three configurations with one split train, no titles and no scores."""
-    documents = [{"_id": row["_id"], "text": f"{row['title']} {row['text']}".strip()} for row in documents]
+def nano(
+    folder: Path, documents: Rows = DOCUMENTS, queries: Rows = QUERIES, pairs: list = QRELS["train"]
+) -> Path:
+    """zeta-alpha-ai/NanoSciFact: three configurations with one split train, no titles and no
+    scores."""
+    documents = [
+        {"_id": row["_id"], "text": f"{row['title']} {row['text']}".strip()} for row in documents
+    ]
     tables = {"corpus": documents, "queries": queries, "qrels": judgements(pairs, score=False)}
     for part, rows in tables.items():
         (folder / part).mkdir(parents=True)
@@ -79,18 +93,29 @@ def plain(collection: Any) -> tuple:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_mteb_is_the_beir_folder_of_the_same_rows(tmp_path: Path, kind: str) -> None:
-    qrels = {split: [(q, d, int(grade)) for q, d, grade in entries] for split, entries in QRELS.items()}
+    qrels = {
+        split: [(q, d, int(grade)) for q, d, grade in entries] for split, entries in QRELS.items()
+    }
     beir = write_beir(tmp_path / "beir", DOCUMENTS, QUERIES, qrels)
     folder = mteb(tmp_path / "mteb", kind)
-    assert (detect(folder), detect(beir), is_collection(folder), is_collection(beir)) == ("hub", "beir", True, False)
+    assert (detect(folder), detect(beir), is_collection(folder), is_collection(beir)) == (
+        "hub",
+        "beir",
+        True,
+        False,
+    )
     for split in QRELS:
         assert plain(read_beir(folder, split)) == plain(read_beir(beir, split))
         pairs = BeirPairs(folder, split)
         assert list(pairs) == list(BeirPairs(beir, split)) == list(open_pairs(folder, split=split))
-        assert pairs.identity() == BeirPairs(beir, split).identity(), "so that a run resumes with either"
+        assert pairs.identity() == BeirPairs(beir, split).identity(), (
+            "so that a run resumes with either"
+        )
     assert [pair.right for pair in BeirPairs(folder, titles=False)] == ["text 3", "text 3"]
     for part in ("corpus", "queries"):
-        assert list(open_corpus(folder, part=part).items) == list(open_corpus(beir, part=part).items)
+        assert list(open_corpus(folder, part=part).items) == list(
+            open_corpus(beir, part=part).items
+        )
     with pytest.raises(DualencError, match="no split 'dev'; there are: train, test"):
         read_beir(folder, "dev")
 
@@ -99,19 +124,28 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
     folder = mteb(tmp_path / "x", "parquet")
     before = BeirPairs(folder)
     assert BeirPairs(folder).identity() == before.identity()
-    pq.write_table(pa.Table.from_pylist([*DOCUMENTS[:3], {**DOCUMENTS[3], "text": "other"}]), folder / "corpus.parquet")
+    pq.write_table(
+        pa.Table.from_pylist([*DOCUMENTS[:3], {**DOCUMENTS[3], "text": "other"}]),
+        folder / "corpus.parquet",
+    )
     assert BeirPairs(folder).identity() != before.identity()
     assert BeirPairs(folder)[0].right == "T3 other"
 
 
-def test_nano_beir_calls_its_test_train_and_has_no_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nano_beir_calls_its_test_train_and_has_no_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nano(tmp_path / "zeta-alpha-ai" / "NanoSciFact")
     monkeypatch.chdir(tmp_path)
     name = "zeta-alpha-ai/NanoSciFact"
     expected = {"q2": {"d3": 1}, "q0": {"d3": 1, "d0": 1}}
     for split in ("train", "test"):
         queries, corpus, qrels = read_beir(name, split)
-        assert (queries.ids, corpus.ids, qrels) == (["q0", "q2"], [f"d{i}" for i in range(4)], expected)
+        assert (queries.ids, corpus.ids, qrels) == (
+            ["q0", "q2"],
+            [f"d{i}" for i in range(4)],
+            expected,
+        )
         assert corpus[1] == "T1 text 1"
     assert (BeirPairs(name)[0].left, BeirPairs(name)[0].right) == ("query 2", "T3 text 3")
     # Only its layout: in mteb's a split train is one to train on.
@@ -137,7 +171,9 @@ def test_the_thirteen_are_those_of_sentence_transformers() -> None:
         ([(None, "d0", 1.0)], r"default row 1: malformed judgement"),
     ],
 )
-def test_a_bad_judgement_is_named_or_skipped(tmp_path: Path, entries: list[tuple], message: str) -> None:
+def test_a_bad_judgement_is_named_or_skipped(
+    tmp_path: Path, entries: list[tuple], message: str
+) -> None:
     folder = mteb(tmp_path / "x", "parquet", {"train": [*QRELS["train"][:1], *entries]})
     with pytest.raises(BadSample, match=message):
         BeirPairs(folder, on_error="raise")
@@ -145,17 +181,30 @@ def test_a_bad_judgement_is_named_or_skipped(tmp_path: Path, entries: list[tuple
 
 
 def test_bad_rows_of_the_corpus_and_numbers_as_ids(tmp_path: Path) -> None:
-    documents = [{"_id": 7, "title": "T", "text": "a"}, {"_id": 8, "title": "", "text": ""}, {"_id": 9, "text": "b"}]
+    documents = [
+        {"_id": 7, "title": "T", "text": "a"},
+        {"_id": 8, "title": "", "text": ""},
+        {"_id": 9, "text": "b"},
+    ]
     queries = [{"_id": 1, "text": "q"}]
     folder = mteb(tmp_path / "x", "parquet", {"test": [(1, 9, 1)]}, (documents, queries))
     _, corpus, qrels = read_beir(folder)
-    assert (corpus.ids, list(corpus.items), corpus.skipped, qrels) == (["7", "9"], ["T a", "b"], 1, {"1": {"9": 1}})
+    assert (corpus.ids, list(corpus.items), corpus.skipped, qrels) == (
+        ["7", "9"],
+        ["T a", "b"],
+        1,
+        {"1": {"9": 1}},
+    )
 
 
-def test_other_data_sets_of_the_hub_are_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_sets_of_the_hub_are_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "pairs"
     folder.mkdir()
-    datasets.Dataset.from_dict({"query": ["q"], "document": ["d"]}).to_parquet(folder / "train.parquet")
+    datasets.Dataset.from_dict({"query": ["q"], "document": ["d"]}).to_parquet(
+        folder / "train.parquet"
+    )
     (folder / "README.md").write_text(card({"default": {"train": "train.parquet"}}))
     assert (detect(folder), len(open_pairs(folder))) == ("folder", 1)
     # A header that leads out of the folder is not followed.
@@ -169,11 +218,14 @@ def test_other_data_sets_of_the_hub_are_tables(tmp_path: Path, monkeypatch: pyte
         "[y, /x]",
         "\n - /x",
     ):
-        (folder / "README.md").write_text(card({"corpus": {"train": path}, "queries": {"train": "y.parquet"}}))
+        (folder / "README.md").write_text(
+            card({"corpus": {"train": path}, "queries": {"train": "y.parquet"}})
+        )
         assert detect(folder) == "folder", path
     monkeypatch.chdir(tmp_path)
     assert not is_collection("owner/nothing")
     with pytest.raises(
-        DualencError, match=r"owner/nothing: no such file here, and as a dataset of the hub it does not load"
+        DualencError,
+        match=r"owner/nothing: no such file here, and as a dataset of the hub it does not load",
     ):
         BeirPairs("owner/nothing")

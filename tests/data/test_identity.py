@@ -1,4 +1,5 @@
-"""Equal data has one identity wherever it lies; changed data has another, even under the same names and sizes."""
+"""Equal data has one identity wherever it lies; changed data has another, even under the same names
+and sizes."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from typing import Any
 import datasets
 import pytest
 
-from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, identity, open_corpus
-from dualenc.data.identity import items_identity
+from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, open_corpus
+from dualenc.data.store import identity
+from dualenc.data.store.identity import items_identity
 
 from .make import encoded, picture, write_beir, write_csv, write_jsonl
 from .test_webdataset import sample, write_tar
@@ -39,7 +41,11 @@ def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path
     write_csv(tmp_path / "x.csv", ["_id", "text"], zip(ids, texts))
     datasets.Dataset.from_dict({"_id": ids, "text": texts}).to_parquet(tmp_path / "x.parquet")
     here = Corpus(ids, texts).identity()
-    assert here == open_corpus(tmp_path / "x.csv").identity() == open_corpus(tmp_path / "x.parquet").identity()
+    assert (
+        here
+        == open_corpus(tmp_path / "x.csv").identity()
+        == open_corpus(tmp_path / "x.parquet").identity()
+    )
     picked = Corpus([*ids, "more"], [*texts, "more"]).take(range(len(ids)))
     assert picked.identity() == here
 
@@ -47,18 +53,26 @@ def test_texts_have_one_identity_in_memory_in_csv_in_parquet_and_picked(tmp_path
 def test_every_text_id_label_and_negative_counts() -> None:
     texts = [["abc", "d"], ["ab", "d"], ["abc", ""], ["d", "abc"], ["abc", "D"], ["abc", "d", "d"]]
     assert len({items_identity(other) for other in texts}) == len(texts)
-    corpora = [Corpus(list(ids), ["x", "y"], labels=labels) for ids in ("ab", "ba") for labels in ([0, 1], [1, 0])]
+    corpora = [
+        Corpus(list(ids), ["x", "y"], labels=labels)
+        for ids in ("ab", "ba")
+        for labels in ([0, 1], [1, 0])
+    ]
     assert len({corpus.identity() for corpus in corpora}) == 2
     assert len({corpus.identity(labels=True) for corpus in corpora}) == 4
 
     def pairs(negatives: list[list[int]] | None) -> str:
-        return PairDataset(["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives).identity()
+        return PairDataset(
+            ["q", "r"], ["a", "b", "c"], right_id=[0, 1], negatives=negatives
+        ).identity()
 
     assert len({pairs(None), pairs([[2], [2]]), pairs([[2], []]), pairs([[], [2]])}) == 4
 
 
 @pytest.mark.parametrize("kind", ["files", "paths", "records"])
-def test_an_image_replaced_in_a_folder_or_a_table_changes_the_identity(tmp_path: Path, kind: str) -> None:
+def test_an_image_replaced_in_a_folder_or_a_table_changes_the_identity(
+    tmp_path: Path, kind: str
+) -> None:
     folder = image_folder(tmp_path / "a")
     (tmp_path / "tables").mkdir()
 
@@ -72,7 +86,9 @@ def test_an_image_replaced_in_a_folder_or_a_table_changes_the_identity(tmp_path:
             "records": [{"bytes": file.read_bytes(), "path": None} for file in files],
         }
         datasets.Dataset.from_dict({"image": columns[kind]}).to_parquet(folder / "train.parquet")
-        return open_corpus(folder / "train.parquet", image_column="image", modality="image").identity()
+        return open_corpus(
+            folder / "train.parquet", image_column="image", modality="image"
+        ).identity()
 
     before = identity_with(3, folder)
     shutil.copytree(folder, tmp_path / "b", copy_function=shutil.copyfile)
@@ -88,8 +104,15 @@ def test_a_changed_tar_changes_the_identity_of_its_samples(tmp_path: Path) -> No
     assert identity_of("abc") == identity_of("abc") != identity_of("abd")
 
 
-def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MAX_IMAGES": 10, "SAMPLED_IMAGES": 3, "MAX_TEXTS": 10, "SAMPLED_TEXTS": 3}.items():
+def test_of_huge_sets_all_sizes_times_and_a_sample_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "MAX_IMAGES": 10,
+        "SAMPLED_IMAGES": 3,
+        "MAX_TEXTS": 10,
+        "SAMPLED_TEXTS": 3,
+    }.items():
         monkeypatch.setattr(identity, name, value)
     folder = image_folder(tmp_path / "a", 20)
     seen = {open_corpus(folder).identity()}
@@ -105,8 +128,12 @@ def test_of_huge_sets_all_sizes_times_and_a_sample_count(tmp_path: Path, monkeyp
 
 
 def test_reversed_judgements_and_rewritten_documents_are_told_apart(tmp_path: Path) -> None:
-    def pairs(name: str, texts: tuple[str, str] = ("one", "two"), documents: str = "ab") -> dict[str, str]:
-        corpus = [{"_id": i, "title": "t", "text": text} for i, text in zip("ab", texts, strict=True)]
+    def pairs(
+        name: str, texts: tuple[str, str] = ("one", "two"), documents: str = "ab"
+    ) -> dict[str, str]:
+        corpus = [
+            {"_id": i, "title": "t", "text": text} for i, text in zip("ab", texts, strict=True)
+        ]
         queries = [{"_id": "q", "text": "x"}, {"_id": "r", "text": "y"}]
         qrels = {"train": [["q", documents[0], 1], ["r", documents[1], 1]]}
         return BeirPairs(write_beir(tmp_path / name, corpus, queries, qrels)).identities()

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 
 from dualenc.data import ImageViews, open_image
-from dualenc.data.identity import item_identity
-from dualenc.data.images import ImageFiles, find_images
+from dualenc.data.readers.images import ImageFiles, find_images
+from dualenc.data.store.identity import item_identity
 from dualenc.data.views import SimCLR
-from dualenc.decoding import decode_image, rgb_item
 from dualenc.errors import BadSample, DualencError
+from dualenc.io.decoding import decode_image, rgb_item
 
 from .make import encoded, picture
 
@@ -51,7 +51,9 @@ def test_turned_photographs_come_upright_as_datasets_decodes_them() -> None:
     assert image.size == (2, 3)
     assert np.array_equal(np.asarray(image), np.asarray(other.convert("RGB")))
     opened = rgb_item(Image.open(io.BytesIO(buffer.getvalue())), "x")
-    assert np.array_equal(np.asarray(opened), np.asarray(image)), "an image that the caller has opened"
+    assert np.array_equal(np.asarray(opened), np.asarray(image)), (
+        "an image that the caller has opened"
+    )
     assert rgb_item(image, "x").size == (2, 3), "not turned twice"
 
 
@@ -73,7 +75,10 @@ def with_side(side: int) -> bytes:
     ("data", "reason"),
     [
         (b"", "no image of a known format"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "no image of a known format"),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
+            "no image of a known format",
+        ),
         (encoded(picture(1, (99, 99)), "JPEG")[:400], ""),
         (encoded(Image.fromarray(GRADIENT.astype(np.int32)), "TIFF"), "no range of brightness"),
         (with_side(int((1.5 * 89_478_485) ** 0.5)), "pixels"),  # Pillow warns
@@ -93,7 +98,11 @@ def test_what_does_not_decode_is_a_bad_sample_in_one_line(
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("missing", "image cannot be read .No such file"), ("pipe", "not a file"), ("large", "bytes are more than")],
+    [
+        ("missing", "image cannot be read .No such file"),
+        ("pipe", "not a file"),
+        ("large", "bytes are more than"),
+    ],
 )
 def test_files_that_cannot_be_opened(tmp_path: Path, what: str, message: str) -> None:
     path = tmp_path / "x.png"

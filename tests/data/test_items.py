@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data import items as subject
-from dualenc.data.items import ITEMS, ORDER, ItemTable, check_ids, write_batches, write_items
+from dualenc.data.store import items as subject
+from dualenc.data.store.items import ITEMS, ORDER, ItemTable, check_ids, write_batches, write_items
 from dualenc.errors import DualencError
 
 TEXT = st.text(st.characters(exclude_characters="\n", exclude_categories=["Cs"]), max_size=12)
@@ -37,7 +37,11 @@ def use(folder: Path, count: int = 3) -> None:
 @pytest.mark.slow
 @given(NAMES, st.lists(TEXT, max_size=5), st.sampled_from([3, 2**14]), st.sampled_from([0, 1000]))
 def test_ids_are_a_sequence_that_finds_rows(
-    tmp_path_factory: pytest.TempPathFactory, names: list[str], others: list[str], batch: int, many: int
+    tmp_path_factory: pytest.TempPathFactory,
+    names: list[str],
+    others: list[str],
+    batch: int,
+    many: int,
 ) -> None:
     """In one record batch and in several, by binary search and in one pass."""
     folder = tmp_path_factory.mktemp("items")
@@ -60,7 +64,9 @@ def test_ids_are_a_sequence_that_finds_rows(
 
 
 def test_texts_and_columns_come_back(tmp_path: Path) -> None:
-    columns = pa.table({"year": [2020, None, 2022], "lang": pa.chunked_array([["en"], ["de", None]])})
+    columns = pa.table(
+        {"year": [2020, None, 2022], "lang": pa.chunked_array([["en"], ["de", None]])}
+    )
     write_items(tmp_path, iter("abc"), iter(["", "two\nlines", "üñ"]), columns)
     table = opened(tmp_path, 3)
     assert table.texts == ["", "two\nlines", "üñ"]
@@ -93,12 +99,17 @@ def test_ids_that_are_refused(names: list[Any], message: str) -> None:
         ({"id": ["a"]}, "has 1 rows instead of 3"),
         ((b"abc", b"a\xffc"), r"items\.arrow: corrupt .*utf-8"),
         *(
-            ((struct.pack("<4i", 0, 1, 2, 3), struct.pack("<4i", *offsets)), r"items\.arrow: .*corrupt")
+            (
+                (struct.pack("<4i", 0, 1, 2, 3), struct.pack("<4i", *offsets)),
+                r"items\.arrow: .*corrupt",
+            )
             for offsets in ((0, 1, 2**30, 3), (0, -5, 2, 3), (2**31 - 1, 1, 2, 3), (0, 2, 1, 3))
         ),
     ],
 )
-def test_items_that_are_damaged_or_something_else(tmp_path: Path, content: Any, message: str) -> None:
+def test_items_that_are_damaged_or_something_else(
+    tmp_path: Path, content: Any, message: str
+) -> None:
     write_items(tmp_path, "abc")
     path = tmp_path / ITEMS
     if isinstance(content, dict):

@@ -15,7 +15,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.data import ImageFolderPairs, IndexPairs, MinedPairs, TablePairs, open_pairs
 from dualenc.data.corpus import held_out
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.mining import mine_negatives
 
@@ -46,7 +46,12 @@ def table(folder: Path, name: str, values: list[Any], form: str = "csv") -> Path
     ],
 )
 def test_labels_are_weights_of_0_and_1(
-    tmp_path: Path, form: str, name: str, values: list, weights: list, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    form: str,
+    name: str,
+    values: list,
+    weights: list,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = table(tmp_path, name, values, form)
     with caplog.at_level(logging.WARNING, logger="dualenc.data"):
@@ -55,7 +60,10 @@ def test_labels_are_weights_of_0_and_1(
             assert pairs.weights.tolist() == weights
     lines = [record.getMessage() for record in caplog.records]
     number = weights.count(0)
-    assert [f"column {name!r} is read as labels: {number} of 3 rows" in line for line in lines] == [True, True]
+    assert [f"column {name!r} is read as labels: {number} of 3 rows" in line for line in lines] == [
+        True,
+        True,
+    ]
     assert TablePairs(path, "query", "document", weight_column="none").weights is None
 
 
@@ -65,7 +73,11 @@ def test_labels_are_weights_of_0_and_1(
         ("score", [0.9, 0.1, 0.5], "do not say from where on rows match; name it as weight_column"),
         ("similarity", [4.2, 0.5, 5.0], "do not say from where on rows match"),
         ("label", [0, 1, 2], "may be grades, or stand for kinds"),
-        ("label", ["entailment", "neutral", "contradiction"], "do not say which rows match; write 1 and 0"),
+        (
+            "label",
+            ["entailment", "neutral", "contradiction"],
+            "do not say which rows match; write 1 and 0",
+        ),
         ("rating", [5, 1, 3], "have no 0 for rows that do not match"),
         ("label", [0, 0, 0], "none of them is above 0"),
         ("score", [0, 40, 80], "its numbers go up to 80"),
@@ -86,9 +98,13 @@ def test_what_does_not_say_which_rows_match_is_refused(
 
 def test_two_columns_of_labels_are_both_named(tmp_path: Path) -> None:
     path = write_csv(
-        tmp_path / "x.csv", ["query", "document", "label", "clicked"], [["a", "b", 1, 0], ["c", "d", 0, 1]]
+        tmp_path / "x.csv",
+        ["query", "document", "label", "clicked"],
+        [["a", "b", 1, 0], ["c", "d", 0, 1]],
     )
-    with pytest.raises(DualencError, match="'label' and 'clicked' both look like labels of the pairs"):
+    with pytest.raises(
+        DualencError, match="'label' and 'clicked' both look like labels of the pairs"
+    ):
         open_pairs(path)
     assert open_pairs(path, weight_column="clicked").weights.tolist() == [0, 1]  # type: ignore[union-attr]
 
@@ -98,7 +114,9 @@ def test_a_row_without_a_label_is_a_bad_row(tmp_path: Path) -> None:
     assert ([pair.left for pair in pairs], pairs.skipped) == (["q0", "q2"], 1)
 
 
-def test_what_is_no_label_is_named_and_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_no_label_is_named_and_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pairs = open_pairs(table(tmp_path, "target", ["a1 b", "c2 d", "e3 f"]))
     assert pairs.weights is None
     assert "column 'target' is not read: its values are not labels of pairs" in caplog.text
@@ -115,7 +133,11 @@ def test_labels_of_lists(tmp_path: Path) -> None:
 
 def test_words_are_weights_where_they_are_named(tmp_path: Path) -> None:
     path = table(tmp_path, "verdict", ["Relevant", "not relevant", "yes"])
-    assert TablePairs(path, "query", "document", weight_column="verdict").weights.tolist() == [1, 0, 1]  # type: ignore[union-attr]
+    assert TablePairs(path, "query", "document", weight_column="verdict").weights.tolist() == [
+        1,
+        0,
+        1,
+    ]  # type: ignore[union-attr]
 
 
 def test_class_names_of_the_hub_are_the_labels(tmp_path: Path) -> None:
@@ -134,15 +156,23 @@ def test_class_names_of_the_hub_are_the_labels(tmp_path: Path) -> None:
     assert open_pairs(tmp_path / "x").weights.tolist() == [1, 0]  # type: ignore[union-attr]
 
 
-def test_classes_of_images_are_no_labels_of_pairs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_classes_of_images_are_no_labels_of_pairs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for number in range(3):
         (tmp_path / f"{number}.png").write_bytes(encoded(picture(number)))
     rows = [[f"{number}.png", f"caption {number}", number] for number in range(3)]
     write_csv(tmp_path / "metadata.csv", ["file_name", "text", "label"], rows)
     assert ImageFolderPairs(tmp_path).weights is None
     assert "column 'label' is not read" in caplog.text
-    write_csv(tmp_path / "metadata.csv", ["file_name", "text", "label"], [[*row[:2], row[2] % 2] for row in rows])
-    with pytest.raises(DualencError, match="may say which rows match, or be the classes of the images"):
+    write_csv(
+        tmp_path / "metadata.csv",
+        ["file_name", "text", "label"],
+        [[*row[:2], row[2] % 2] for row in rows],
+    )
+    with pytest.raises(
+        DualencError, match="may say which rows match, or be the classes of the images"
+    ):
         open_pairs(tmp_path)
     assert open_pairs(tmp_path, weight_column="label").weights.tolist() == [0, 1, 0]  # type: ignore[union-attr]
 
@@ -165,20 +195,33 @@ def clicked(path: Path, documents: Embeddings, **options: Any) -> list[tuple[str
     return [(pair.left, pair.right_id) for pair in IndexPairs(path, documents, **options)]
 
 
-def test_a_row_labelled_0_is_no_click(tmp_path: Path, documents: Embeddings, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_labelled_0_is_no_click(
+    tmp_path: Path, documents: Embeddings, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [["lawn", 0, 1], ["lawn", 1, 0], ["lawn", 2, 0], ["cut", 1, 1], ["cut", 3, 0]]
     path = write_csv(tmp_path / "x.csv", ["query", "doc_id", "clicked"], rows)
     assert clicked(path, documents) == [("lawn", 0), ("cut", 1)]
-    assert "column 'clicked' is read as labels: 3 of 5 rows are labelled 0 and are no clicks" in caplog.text
+    assert (
+        "column 'clicked' is read as labels: 3 of 5 rows are labelled 0 and are no clicks"
+        in caplog.text
+    )
     assert len(clicked(path, documents, label_column="none")) == 5
-    path = write_csv(tmp_path / "y.csv", ["query", "doc_id", "dwell"], [["lawn", 0, 31], ["lawn", 1, 0]])
+    path = write_csv(
+        tmp_path / "y.csv", ["query", "doc_id", "dwell"], [["lawn", 0, 31], ["lawn", 1, 0]]
+    )
     assert clicked(path, documents, label_column="dwell") == [("lawn", 0)]
 
 
 def test_labels_and_row_numbers_are_no_ids(tmp_path: Path, documents: Embeddings) -> None:
-    path = write_csv(tmp_path / "a.csv", ["query", "sku", "clicked"], [["lawn", 0, 1], ["lawn", 1, 0], ["cut", 3, 1]])
+    path = write_csv(
+        tmp_path / "a.csv",
+        ["query", "sku", "clicked"],
+        [["lawn", 0, 1], ["lawn", 1, 0], ["cut", 3, 1]],
+    )
     assert clicked(path, documents) == [("lawn", 0), ("cut", 3)]
-    path = write_csv(tmp_path / "b.csv", ["id", "query", "asin"], [[0, "lawn", 3], [1, "lawn", 2], [2, "cut", 1]])
+    path = write_csv(
+        tmp_path / "b.csv", ["id", "query", "asin"], [[0, "lawn", 3], [1, "lawn", 2], [2, "cut", 1]]
+    )
     assert clicked(path, documents) == [("lawn", 3), ("lawn", 2), ("cut", 1)]
     path = write_csv(tmp_path / "c.csv", ["query", "clicked"], [["lawn", 1], ["cut", 0]])
     with pytest.raises(DualencError, match="cannot tell which column is document_column"):
@@ -191,9 +234,21 @@ def test_labels_and_row_numbers_are_no_ids(tmp_path: Path, documents: Embeddings
 @pytest.mark.parametrize(
     ("header", "rows", "named"),
     [
-        (["id", "query", "artikel"], [[0, "lawn", 3], [1, "cut", 2]], "'id' counts the rows, .* 'artikel'"),
-        (["query", "doc_id", "sku"], [["lawn", 3, 1], ["cut", 2, 0]], "'doc_id' and 'sku' both hold ids"),
-        (["query", "artikel"], [["lawn", 3], ["cut", 1]], "the values of 'artikel' are ids of documents"),
+        (
+            ["id", "query", "artikel"],
+            [[0, "lawn", 3], [1, "cut", 2]],
+            "'id' counts the rows, .* 'artikel'",
+        ),
+        (
+            ["query", "doc_id", "sku"],
+            [["lawn", 3, 1], ["cut", 2, 0]],
+            "'doc_id' and 'sku' both hold ids",
+        ),
+        (
+            ["query", "artikel"],
+            [["lawn", 3], ["cut", 1]],
+            "the values of 'artikel' are ids of documents",
+        ),
     ],
 )
 def test_other_columns_of_ids_have_to_be_named(
@@ -206,7 +261,7 @@ def test_other_columns_of_ids_have_to_be_named(
 
 
 def test_grades_of_the_hub_have_any_usual_name(tmp_path: Path) -> None:
-    from dualenc.data.beir import read_beir
+    from dualenc.data.readers.beir import read_beir
 
     folder = tmp_path / "x"
     for part, rows in {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.lines import read_records
+from dualenc.data.readers.lines import read_records
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -24,12 +24,16 @@ def read(path: Path, on_error: str = "raise", **options: bool) -> list:
 
 
 @given(RECORDS)
-def test_jsonl_gives_what_json_gives(tmp_path_factory: pytest.TempPathFactory, records: list[dict]) -> None:
+def test_jsonl_gives_what_json_gives(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict]
+) -> None:
     path = write_jsonl(tmp_path_factory.mktemp("lines") / "x.jsonl", records)
     assert read(path) == list(enumerate(records, 1))
 
 
-@given(st.lists(st.tuples(TEXT, TEXT), max_size=6), st.sampled_from([(".csv", ","), (".tsv", "\t")]))
+@given(
+    st.lists(st.tuples(TEXT, TEXT), max_size=6), st.sampled_from([(".csv", ","), (".tsv", "\t")])
+)
 def test_csv_and_tsv_give_what_the_csv_module_wrote(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]], kind: tuple[str, str]
 ) -> None:
@@ -47,7 +51,11 @@ BLANK_AND_NAN = '\ufeff{"a": "é"}\n\n{"a": NaN}\n'
         ("list.json", '\ufeff [{"a": "é"}]'.encode(), [(1, {"a": "é"})]),
         ("list.jsonl", b'\n\n[{"a": 1}]', [(1, {"a": 1})]),
         ("lines.json", b'{"a": 1}\n{"a": 2}', [(1, {"a": 1}), (2, {"a": 2})]),
-        ("x.jsonl.gz", gzip.compress(BLANK_AND_NAN.encode(), mtime=0), [(1, {"a": "é"}), (3, {"a": None})]),
+        (
+            "x.jsonl.gz",
+            gzip.compress(BLANK_AND_NAN.encode(), mtime=0),
+            [(1, {"a": "é"}), (3, {"a": None})],
+        ),
         ("x.txt", b"one\r\n\n  two \n", [(1, {"text": "one"}), (3, {"text": "  two "})]),
         ("x.csv", b"a\n" + b"y" * 300_000, [(2, {"a": "y" * 300_000})]),
     ],
@@ -69,8 +77,12 @@ def test_quotes_can_be_ordinary_characters(tmp_path: Path) -> None:
     ("content", "texts"),
     [
         # Characters of the text, also where they open in one row and close in another.
-        ('id\ttext\n1\t"Hello\n2\tworld"\n3\t"all"\n4\t5" and 6"\n', ['"Hello', 'world"', '"all"', '5" and 6"']),
-        # The csv module and pandas double the quotes of a field, and then enclose it; polars writes an empty text so.
+        (
+            'id\ttext\n1\t"Hello\n2\tworld"\n3\t"all"\n4\t5" and 6"\n',
+            ['"Hello', 'world"', '"all"', '5" and 6"'],
+        ),
+        # The csv module and pandas double the quotes of a field, and then enclose it; polars writes
+        # an empty text so.
         ('id\ttext\n1\t"a ""b"" c"\n2\t""a"\n3\t"\n4\t""\n', ['a "b" c', '""a"', '"', ""]),
         # R, and pandas with QUOTE_ALL, enclose every field.
         ('"id"\t"text"\n"1"\t"one"\n"2"\t"two\tlines\nhere"\n', ["one", "two\tlines\nhere"]),
@@ -87,7 +99,9 @@ def test_quoted_fields_in_tsv_that_span_lines_name_the_option(tmp_path: Path) ->
     path.write_text('id\ttext\n1\t"two\nlines"\n2\tone\n')
     bad_rows = BadRows(path)
     assert len(list(read_records(path, bad_rows))) == 2
-    assert bad_rows.describe().startswith("1 malformed line (pass quotes=true if quotes enclose fields)")
+    assert bad_rows.describe().startswith(
+        "1 malformed line (pass quotes=true if quotes enclose fields)"
+    )
     assert [record["text"] for _, record in read(path, quotes=True)] == ["two\nlines", "one"]
 
 
@@ -104,7 +118,11 @@ def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> Non
     [
         ("x.jsonl", b'{"a": 1}\n{"a": \n', "x.jsonl:2: malformed JSON line; Expecting value; fix"),
         ("x.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "x.jsonl:2: line that is not UTF-8"),
-        ("x.jsonl", b'{"a": 1}\n' + b"[" * 100_000 + b"\n", "x.jsonl:2: malformed JSON line; maximum recursion depth"),
+        (
+            "x.jsonl",
+            b'{"a": 1}\n' + b"[" * 100_000 + b"\n",
+            "x.jsonl:2: malformed JSON line; maximum recursion depth",
+        ),
         ("x.jsonl", b'{"a": 1}\n[1]\n', "x.jsonl:2: not a JSON object"),
         ("x.json", b'[{"a": 1}, 2]', "x.json:2: not a JSON object"),
         ("x.txt", b"one\ncaf\xe9\n", "x.txt:2: line that is not UTF-8"),
@@ -113,11 +131,17 @@ def test_lines_swallowed_by_a_stray_quote_are_all_counted(tmp_path: Path) -> Non
             b"a,b\n1,2\n1,2,3\n",
             "x.csv:3: malformed line; 3 fields under a header of 2",
         ),
-        ("x.csv", b'a,b\n1,2\n1,"x" y\n', "x.csv:3: malformed line (pass quotes=false if quotes are characters); ','"),
+        (
+            "x.csv",
+            b'a,b\n1,2\n1,"x" y\n',
+            "x.csv:3: malformed line (pass quotes=false if quotes are characters); ','",
+        ),
         ("x.csv", b"a,b\n1,2\na,b\n", "x.csv:3: header inside the file; remove the line"),
     ],
 )
-def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_a_malformed_line_is_named_or_skipped(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(BadSample) as error:
@@ -134,7 +158,11 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
         ("x.csv", "a,b\n1,2\n".encode("utf-16")[:-1], "cannot be read ('utf-16-le' codec"),
         ("x.jsonl.zst", b"no zstd", "ZSTD decompress failed"),
         ("x.jsonl.zst", pa.compress(b'{"a": 1}\n' * 99, "zstd", asbytes=True)[:-8], "Truncated"),
-        ("x.csv", b'a,"b\n1,2\n', "cannot be read (unexpected end of data); check the path and its first line"),
+        (
+            "x.csv",
+            b'a,"b\n1,2\n',
+            "cannot be read (unexpected end of data); check the path and its first line",
+        ),
         ("x.csv", b"a,b,b\n1,2,3\n", "x.csv:1: two columns are called 'b'; rename one"),
         ("x.json", b'[{"a": 1},\n,]', "x.json:2: malformed JSON"),
         ("x.json", b"[" * 100_000, "x.json:1: malformed JSON (maximum recursion depth"),
@@ -144,7 +172,9 @@ def test_a_malformed_line_is_named_or_skipped(tmp_path: Path, name: str, content
         ("nowhere.jsonl", None, "cannot be read"),
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_a_broken_file_is_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

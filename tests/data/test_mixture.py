@@ -1,4 +1,5 @@
-"""Several sources as one: ids, items, prompts and columns are those of the sources, one after the other."""
+"""Several sources as one: ids, items, prompts and columns are those of the sources, one after the
+other."""
 
 import pickle
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from dualenc.data import ImageViews, Mixture, PairDataset, VectorPairs
 from dualenc.data.corpus import corpora
-from dualenc.data.identity import items_identity
+from dualenc.data.store.identity import items_identity
 from dualenc.errors import DualencError
 from tests.data.make import picture
 
@@ -19,7 +20,9 @@ def texts(name, count):
 
 
 def pairs_of(name, left, right, left_id=None, right_id=None, **columns):
-    return PairDataset(texts(f"{name} left", left), texts(f"{name} right", right), left_id, right_id, **columns)
+    return PairDataset(
+        texts(f"{name} left", left), texts(f"{name} right", right), left_id, right_id, **columns
+    )
 
 
 @pytest.fixture
@@ -66,7 +69,9 @@ def test_positives_are_those_of_the_source_shifted(sizes, data):
 def test_prompts_are_put_before_the_texts_of_their_source_and_before_mined_negatives(one):
     mined = pairs_of("mined", 2, 3, [0, 1], [0, 1], negatives=[[2], [2, 0]])
     both = Mixture(
-        {"one": one, "mined": mined}, left_prompts={"mined": "query: "}, right_prompts={"mined": "passage: "}
+        {"one": one, "mined": mined},
+        left_prompts={"mined": "query: "},
+        right_prompts={"mined": "passage: "},
     )
     assert both[0].left == "one left 0"
     pair = both[5]
@@ -95,7 +100,12 @@ def test_items_are_counted_as_often_as_their_pairs_come(one, two):
 
 @pytest.mark.parametrize(
     ("options", "plain"),
-    [({}, True), ({"weights": {"two": 1}}, True), ({"weights": {"two": 2}}, False), ({"batches": "one_source"}, False)],
+    [
+        ({}, True),
+        ({"weights": {"two": 1}}, True),
+        ({"weights": {"two": 2}}, False),
+        ({"batches": "one_source"}, False),
+    ],
 )
 def test_only_weights_and_batches_of_one_source_need_batches_of_their_own(one, two, options, plain):
     assert Mixture({"one": one, "two": two}, **options).is_plain is plain
@@ -106,7 +116,9 @@ def test_identities_tell_what_has_changed(one, two):
         return Mixture({"one": one, "two": two}, **options).identities()
 
     def differ(first, second):
-        return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+        return {
+            name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+        }
 
     assert of() == of(weights={"one": 1.0})
     assert differ(of(), of(weights={"two": 2})) == {"two.weight"}
@@ -118,7 +130,10 @@ def test_identities_tell_what_has_changed(one, two):
     prompted = Mixture({"one": one, "two": two}, left_prompts={"two": "q: "})
     texts = ["q: " + text if "two" in text else text for text in [*one.left_items, *two.left_items]]
     assert items_identity(prompted.left_items) == items_identity(texts)
-    assert prompted.describe() == ["one (4 pairs, weight 1)", "two (2 pairs, weight 1, left prompt 'q: ')"]
+    assert prompted.describe() == [
+        "one (4 pairs, weight 1)",
+        "two (2 pairs, weight 1, left prompt 'q: ')",
+    ]
     left, right = corpora(prompted)
     assert (len(left), len(right)) == (prompted.num_left, prompted.num_right) == (5, 7)
     assert [pair.left for pair in pickle.loads(pickle.dumps(prompted))][-1] == "q: two left 1"
@@ -127,19 +142,27 @@ def test_identities_tell_what_has_changed(one, two):
 
 def test_vectors_and_views_can_be_mixed(tmp_path):
     for name, count in (("a", 3), ("b", 4)):
-        np.save(tmp_path / f"{name}.npy", np.random.default_rng(count).normal(size=(count, 6)).astype(np.float32))
-    a, b = (VectorPairs(str(tmp_path / f"{name}.npy"), str(tmp_path / f"{name}.npy")) for name in "ab")
+        np.save(
+            tmp_path / f"{name}.npy",
+            np.random.default_rng(count).normal(size=(count, 6)).astype(np.float32),
+        )
+    a, b = (
+        VectorPairs(str(tmp_path / f"{name}.npy"), str(tmp_path / f"{name}.npy")) for name in "ab"
+    )
     both = Mixture({"a": a, "b": b})
     assert (both.left_dim, both.right_dim) == (6, 6)
     assert np.array_equal(both[3].left, b[0].left)
-    images = Mixture({"dark": ImageViews([picture(1), picture(2)]), "light": ImageViews([picture(200)])})
+    images = Mixture(
+        {"dark": ImageViews([picture(1), picture(2)]), "light": ImageViews([picture(200)])}
+    )
     assert images.views
     assert images[2].left is images[2].right
 
 
 IMAGES = PairDataset([picture(1)], ["a caption"], left_modality="image")
 VECTORS = [
-    PairDataset(np.ones((1, d)), np.ones((1, 4)), left_modality="vector", right_modality="vector") for d in (3, 4)
+    PairDataset(np.ones((1, d)), np.ones((1, 4)), left_modality="vector", right_modality="vector")
+    for d in (3, 4)
 ]
 
 
@@ -148,19 +171,43 @@ VECTORS = [
     [
         ({}, {}, "sources is empty; name at least one"),
         ({"a/b": "one"}, {}, "'a/b' is no name of a source; take letters, digits, _ and -"),
-        ({"a": "one", "b": Mixture({"x": VECTORS[0]})}, {}, "source b is a mixture itself; name its sources"),
-        ({"a": "one", "b": "one"}, {"weights": {"c": 1}}, "weights names 'c', which is no source; there are a, b"),
-        ({"a": "one"}, {"left_prompts": {"c": ""}}, "left_prompts names 'c', which is no source; there are a"),
+        (
+            {"a": "one", "b": Mixture({"x": VECTORS[0]})},
+            {},
+            "source b is a mixture itself; name its sources",
+        ),
+        (
+            {"a": "one", "b": "one"},
+            {"weights": {"c": 1}},
+            "weights names 'c', which is no source; there are a, b",
+        ),
+        (
+            {"a": "one"},
+            {"left_prompts": {"c": ""}},
+            "left_prompts names 'c', which is no source; there are a",
+        ),
         ({"a": "one"}, {"weights": {"a": 0}}, "the weight of a is 0; it must be a number above 0"),
         ({"a": "one"}, {"weights": {"a": float("nan")}}, "the weight of a is nan"),
-        ({"a": "one", "b": IMAGES}, {}, "the left side of b is image, but that of a is text; mix sources of one kind"),
+        (
+            {"a": "one", "b": IMAGES},
+            {},
+            "the left side of b is image, but that of a is text; mix sources of one kind",
+        ),
         (
             {"a": VECTORS[0], "b": VECTORS[1]},
             {},
             "left side of b is vectors of 4 numbers, but that of a is vectors of 3",
         ),
-        ({"a": VECTORS[0]}, {"left_prompts": {"a": "q: "}}, "left_prompts names a, whose left side is vector"),
-        ({"a": ImageViews([picture(1)]), "b": IMAGES}, {}, "left side of b is image, but that of a is images alone"),
+        (
+            {"a": VECTORS[0]},
+            {"left_prompts": {"a": "q: "}},
+            "left_prompts names a, whose left side is vector",
+        ),
+        (
+            {"a": ImageViews([picture(1)]), "b": IMAGES},
+            {},
+            "left side of b is image, but that of a is images alone",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_told_in_one_line(one, sources, options, message):

@@ -15,7 +15,9 @@ from dualenc.types import Modality, Side
 
 
 def test_rows_are_pairs_with_stable_index() -> None:
-    pairs = PairDataset(["q0", "q1"], ["d0", "d1", "d2"], [0, 0, 1], [2, 0, 2], negatives=[[1], [], [0, 1]])
+    pairs = PairDataset(
+        ["q0", "q1"], ["d0", "d1", "d2"], [0, 0, 1], [2, 0, 2], negatives=[[1], [], [0, 1]]
+    )
     assert pairs[0] == Pair(0, 0, 2, "q0", "d2", ("d1",), (1,))
     assert pairs[2] == Pair(2, 1, 2, "q1", "d2", ("d0", "d1"), (0, 1))
     assert pairs[-1] == pairs[2]
@@ -24,8 +26,12 @@ def test_rows_are_pairs_with_stable_index() -> None:
         pairs[3]
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=25), st.data())
-def test_positives_are_all_partners_padded_with_minus_one(links: list[tuple[int, int]], data: st.DataObject) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 6)), min_size=1, max_size=25), st.data()
+)
+def test_positives_are_all_partners_padded_with_minus_one(
+    links: list[tuple[int, int]], data: st.DataObject
+) -> None:
     left_id, right_id = [a for a, _ in links], [b for _, b in links]
     pairs = PairDataset([str(i) for i in range(5)], [str(i) for i in range(7)], left_id, right_id)
     ids = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=6))
@@ -76,12 +82,17 @@ def test_equal_items_are_never_negatives_of_one_anothers_partners(kind: str) -> 
     assert {rest.left_id.min(), part.left_id.min()} == {0, 2}, "equal questions are in one part"
     assert listed(part, "left") == ALIKE
     assert listed(pairs.take(np.arange(1)), "left")[0] == {0, 1}
-    assert listed(Mixture({"one": pairs.take(np.arange(4))}), "left")[:2] == ALIKE[:2] or kind == "images"
+    assert (
+        listed(Mixture({"one": pairs.take(np.arange(4))}), "left")[:2] == ALIKE[:2]
+        or kind == "images"
+    )
 
 
 def test_a_text_on_both_sides_and_under_several_ids() -> None:
     pairs = PairDataset(["a", "b", "a"], ["b", "a", "a"])
-    assert [set(row) - {-1} for row in pairs.not_negatives("left", np.arange(3)).tolist()] == [{0, 1, 2}] * 3
+    assert [set(row) - {-1} for row in pairs.not_negatives("left", np.arange(3)).tolist()] == [
+        {0, 1, 2}
+    ] * 3
 
 
 def test_equal_documents_are_one_where_pairs_are_evaluated() -> None:
@@ -105,8 +116,14 @@ def test_items_are_a_collection_by_position(items: object) -> None:
         ({"left_id": [0.5, 1], "right_id": [0, 1]}, "left_id: give whole numbers"),
         ({"left_id": [0], "right_id": [0, 1]}, "left_id has 1 rows but right_id has 2"),
         ({"left_id": [], "right_id": []}, "no pairs"),
-        ({"left_id": [0], "right_id": [0], "negatives": [[1], [2]]}, "negatives has 2 rows for 1 pairs"),
-        ({"left_id": [0], "right_id": [0], "negatives": [[3]]}, "negatives: 3 at row 0 is outside [0, 3)"),
+        (
+            {"left_id": [0], "right_id": [0], "negatives": [[1], [2]]},
+            "negatives has 2 rows for 1 pairs",
+        ),
+        (
+            {"left_id": [0], "right_id": [0], "negatives": [[3]]},
+            "negatives: 3 at row 0 is outside [0, 3)",
+        ),
     ],
 )
 def test_wrong_ids_are_told_in_one_line(arguments: dict, message: str) -> None:
@@ -116,14 +133,20 @@ def test_wrong_ids_are_told_in_one_line(arguments: dict, message: str) -> None:
 
 
 def test_both_parts_of_a_split_know_all_positives() -> None:
-    """So that a held-out query is no negative of a document that it shares; also of a part, and after pickling."""
-    pairs = PairDataset([f"q{i}" for i in range(8)], ["d0", "d1"], range(8), [0, 1] * 4, negatives=[[1], [0]] * 4)
+    """So that a held-out query is no negative of a document that it shares; also of a part, and
+    after pickling."""
+    pairs = PairDataset(
+        [f"q{i}" for i in range(8)], ["d0", "d1"], range(8), [0, 1] * 4, negatives=[[1], [0]] * 4
+    )
     rest, part = pairs.split(0.25)
     for each in (*rest.split(0.5), part, pickle.loads(pickle.dumps(rest))):
         assert each.positives("right", np.arange(2)).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
         assert each[0].negative_ids == (1 - each[0].right_id,)
     assert rest.identities() != part.identities()
-    assert Mixture({"rest": rest}).positives("left", rest.left_id).tolist() == rest.right_id[:, None].tolist()
+    assert (
+        Mixture({"rest": rest}).positives("left", rest.left_id).tolist()
+        == rest.right_id[:, None].tolist()
+    )
     for share, message in (
         (1.5, "share is 1.5; give one between 0 and 1"),
         (0.1, "1 left items are too few.*held_out=0"),
@@ -138,7 +161,10 @@ ROWS = st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=8)
 @given(ROWS, st.data())
 def test_take_and_padded_agree_with_lists(rows: list[list[int]], data: st.DataObject) -> None:
     picks = np.array(
-        data.draw(st.lists(st.integers(0, max(len(rows) - 1, 0)), max_size=6) if rows else st.just([])), int
+        data.draw(
+            st.lists(st.integers(0, max(len(rows) - 1, 0)), max_size=6) if rows else st.just([])
+        ),
+        int,
     )
     ragged = Ragged.from_rows(rows)
     taken = ragged.take(picks)
@@ -151,11 +177,15 @@ def test_take_and_padded_agree_with_lists(rows: list[list[int]], data: st.DataOb
 def test_keep_filters_values_and_not_rows(rows: list[list[int]], bound: int) -> None:
     ragged = Ragged.from_rows(rows)
     kept = ragged.keep(ragged.values < bound)
-    assert [kept.row(i).tolist() for i in range(len(rows))] == [[v for v in row if v < bound] for row in rows]
+    assert [kept.row(i).tolist() for i in range(len(rows))] == [
+        [v for v in row if v < bound] for row in rows
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9)), max_size=30))
 def test_from_pairs_groups_distinct_values_by_key(pairs: list[tuple[int, int]]) -> None:
     keys, values = np.array([k for k, _ in pairs], int), np.array([v for _, v in pairs], int)
     ragged = Ragged.from_pairs(keys, values, num_keys=7)
-    assert [ragged.row(k).tolist() for k in range(7)] == [sorted({v for q, v in pairs if q == k}) for k in range(7)]
+    assert [ragged.row(k).tolist() for k in range(7)] == [
+        sorted({v for q, v in pairs if q == k}) for k in range(7)
+    ]

@@ -25,10 +25,19 @@ from dualenc.data import (
     open_pairs,
 )
 from dualenc.data.corpus import used_items
-from dualenc.data.detect import detect
+from dualenc.data.readers.detect import detect
 from dualenc.errors import DualencError
 
-from .make import contents, encoded, picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
+from .make import (
+    contents,
+    encoded,
+    picture,
+    shade_of,
+    write_beir,
+    write_csv,
+    write_jsonl,
+    write_rows,
+)
 from .test_webdataset import write_tar
 
 
@@ -51,9 +60,13 @@ def texts(corpus: Corpus) -> dict[str, str]:
         ("question", "question", "question"),
     ],
 )
-def test_documents_are_the_right_side_of_pairs(tmp_path: Path, columns: str, documents: str, queries: str) -> None:
+def test_documents_are_the_right_side_of_pairs(
+    tmp_path: Path, columns: str, documents: str, queries: str
+) -> None:
     names = columns.split()
-    path = write_csv(tmp_path / "qa.csv", names, [[f"{name} {row}" for name in names] for row in range(2)])
+    path = write_csv(
+        tmp_path / "qa.csv", names, [[f"{name} {row}" for name in names] for row in range(2)]
+    )
     assert list(open_corpus(path).items) == [f"{documents} 0", f"{documents} 1"]
     assert list(open_corpus(path, part="queries").items) == [f"{queries} 0", f"{queries} 1"]
     if len(names) > 1 and names != ["text", "answer"]:
@@ -62,8 +75,14 @@ def test_documents_are_the_right_side_of_pairs(tmp_path: Path, columns: str, doc
 
 def test_beir_folders(tmp_path: Path) -> None:
     documents = [{"_id": "a", "title": "T", "text": "x"}, {"_id": "b", "title": "", "text": "y"}]
-    beir = write_beir(tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", "a", 1)]})
-    assert texts(open_corpus(beir)) == texts(open_corpus(beir / "corpus.jsonl")) == {"a": "T x", "b": "y"}
+    beir = write_beir(
+        tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", "a", 1)]}
+    )
+    assert (
+        texts(open_corpus(beir))
+        == texts(open_corpus(beir / "corpus.jsonl"))
+        == {"a": "T x", "b": "y"}
+    )
     assert texts(open_corpus(beir, part="queries")) == {"q": "why"}
     assert isinstance(open_pairs(beir), BeirPairs)
 
@@ -107,10 +126,18 @@ def test_ids_titles_and_labels_are_single_values(tmp_path: Path, column: str) ->
 
 
 def test_tables_of_labelled_images(tmp_path: Path) -> None:
-    columns = {"image": [encoded(picture(s)) for s in (1, 2)], "label": ["dog", "cat"], "caption": ["one", "two"]}
+    columns = {
+        "image": [encoded(picture(s)) for s in (1, 2)],
+        "label": ["dog", "cat"],
+        "caption": ["one", "two"],
+    }
     pq.write_table(pa.table(columns), tmp_path / "train.parquet")
     corpus = open_corpus(tmp_path / "train.parquet")
-    assert (corpus.modality, corpus.labels.tolist(), corpus.class_names) == ("image", [1, 0], ["cat", "dog"])
+    assert (corpus.modality, corpus.labels.tolist(), corpus.class_names) == (
+        "image",
+        [1, 0],
+        ["cat", "dog"],
+    )
     assert shade_of(corpus[1]) == 2
     for options in ({"modality": "text"}, {"text_column": "caption"}):
         assert texts(open_corpus(tmp_path / "train.parquet", **options)) == {"0": "one", "1": "two"}  # type: ignore
@@ -127,7 +154,9 @@ def image_and_caption(path: Path, shade: int, caption: str) -> None:
 @pytest.mark.parametrize("captions", ["metadata.csv", "captions.jsonl"])
 def test_images_may_lie_in_a_subfolder_of_their_captions(tmp_path: Path, captions: str) -> None:
     (tmp_path / captions).write_text(
-        "file_name,text\npics/a/1.png,one\n" if captions.endswith("csv") else '{"image": "pics/a/1.png", "text": "one"}'
+        "file_name,text\npics/a/1.png,one\n"
+        if captions.endswith("csv")
+        else '{"image": "pics/a/1.png", "text": "one"}'
     )
     assert detect(tmp_path) == "folder"
     (tmp_path / "pics" / "a").mkdir(parents=True)
@@ -150,7 +179,9 @@ def test_what_lies_beside_folders_of_images_does_not_matter(tmp_path: Path, besi
 
 
 @pytest.mark.parametrize("table", ["noisy_labels.csv", "00000.parquet", "00000_stats.json"])
-def test_tables_beside_folders_of_images_do_not_matter_unless_they_are_splits(tmp_path: Path, table: str) -> None:
+def test_tables_beside_folders_of_images_do_not_matter_unless_they_are_splits(
+    tmp_path: Path, table: str
+) -> None:
     for shade, split in enumerate(["train", "val"]):
         (tmp_path / split).mkdir()
         picture(shade).save(tmp_path / split / "1.png")
@@ -168,7 +199,9 @@ def test_a_folder_without_images_beside_splits_is_no_class(tmp_path: Path) -> No
     (tmp_path / "annotations" / "all.json").write_text("{}")
     assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [0]
     picture(9).save(tmp_path / "annotations" / "1.png")
-    assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [9, 0, 1], "a class like the others"
+    assert [shade_of(view.left) for view in ImageFolderViews(tmp_path)] == [9, 0, 1], (
+        "a class like the others"
+    )
 
 
 def test_the_columns_of_open_clip_are_found_from_either(tmp_path: Path) -> None:
@@ -180,7 +213,9 @@ def test_the_columns_of_open_clip_are_found_from_either(tmp_path: Path) -> None:
 
 def test_a_label_column_of_a_folder_without_classes_is_an_error(tmp_path: Path) -> None:
     picture(5).save(tmp_path / "1.png")
-    with pytest.raises(DualencError, match="in no class folders, and it has no columns; name the table with 'kind'"):
+    with pytest.raises(
+        DualencError, match="in no class folders, and it has no columns; name the table with 'kind'"
+    ):
         open_corpus(tmp_path, label_column="kind")
 
 
@@ -199,23 +234,31 @@ def test_images_of_every_suffix_that_is_decoded_are_seen(tmp_path: Path, suffix:
 
 
 @pytest.mark.parametrize(("on_disk", "in_table"), [("NFC", "NFD"), ("NFD", "NFC")])
-def test_accents_of_file_names_may_be_composed_otherwise(tmp_path: Path, on_disk: str, in_table: str) -> None:
+def test_accents_of_file_names_may_be_composed_otherwise(
+    tmp_path: Path, on_disk: str, in_table: str
+) -> None:
     folder = tmp_path / "folder"
     image_and_caption(folder / unicodedata.normalize(on_disk, "café.png"), 7, "unused")
     name = unicodedata.normalize(in_table, "café.png")
     (folder / unicodedata.normalize(on_disk, "café.txt")).unlink()
     (folder / Path(name).with_suffix(".txt")).write_text("beside")
-    assert [(shade_of(pair.left), pair.right) for pair in ImageFolderPairs(folder)] == [(7, "beside")]
+    assert [(shade_of(pair.left), pair.right) for pair in ImageFolderPairs(folder)] == [
+        (7, "beside")
+    ]
     for file in ("metadata.csv", "table.csv"):
         write_csv(folder / file, ["image", "caption"], [[name, "one"]])
     for pairs in (ImageFolderPairs(folder), TablePairs(folder / "table.csv", "image", "caption")):
-        assert [(shade_of(pair.left), pair.right, pairs.skipped) for pair in pairs] == [(7, "one", 0)]
+        assert [(shade_of(pair.left), pair.right, pairs.skipped) for pair in pairs] == [
+            (7, "one", 0)
+        ]
 
 
 def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> None:
     for number, split in enumerate(["train", "val"]):
         for shade, name in enumerate(["cat", "dog"]):
-            image_and_caption(tmp_path / split / name / f"{number}.png", 10 * number + shade, f"{split} {name}")
+            image_and_caption(
+                tmp_path / split / name / f"{number}.png", 10 * number + shade, f"{split} {name}"
+            )
     for corpus in (open_corpus(tmp_path), open_corpus(tmp_path, split="train")):
         assert (corpus.ids, corpus.class_names) == (["cat/0.png", "dog/0.png"], ["cat", "dog"])
         assert corpus.labels.tolist() == [0, 1]
@@ -246,7 +289,11 @@ def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
         (open_pairs, {}, r"cannot tell which column is left_column; .*columns: first, second"),
         (open_corpus, {}, "name text_column or image_column"),
         (open_corpus, {"modality": "text"}, "name text_column"),
-        (open_corpus, {"on_error": "ignore"}, "on_error: 'ignore' is not a choice; take skip or raise"),
+        (
+            open_corpus,
+            {"on_error": "ignore"},
+            "on_error: 'ignore' is not a choice; take skip or raise",
+        ),
         (open_corpus, {"columns": ["a b"]}, "letters, digits and _"),
     ],
 )
@@ -256,8 +303,12 @@ def test_what_has_to_be_named(tmp_path: Path, read: Any, options: dict, message:
         read(path, **options)
 
 
-@pytest.mark.parametrize("url", ["s3://b/x.jsonl", "https://me:secret@h/x.jsonl?key=secret", "hf://u/x.tar", "zip::f"])
-@pytest.mark.parametrize("read", [open_corpus, open_pairs, WebDatasetPairs, BeirPairs, VectorPairs, TableViews])
+@pytest.mark.parametrize(
+    "url", ["s3://b/x.jsonl", "https://me:secret@h/x.jsonl?key=secret", "hf://u/x.tar", "zip::f"]
+)
+@pytest.mark.parametrize(
+    "read", [open_corpus, open_pairs, WebDatasetPairs, BeirPairs, VectorPairs, TableViews]
+)
 def test_urls_are_refused_without_their_keys(read: Any, url: str) -> None:
     """A URL ends in one line that says to download the files, and repeats no key."""
     arguments = [url, url] if read is VectorPairs else [url]
@@ -290,7 +341,11 @@ def test_wrong_arguments_of_a_corpus(arguments: dict, message: str) -> None:
 def test_every_reader_takes_a_split(tmp_path: Path) -> None:
     for split, count in (("train", 9), ("test", 2)):
         names = [f"q{i}" for i in range(count)]
-        columns = {"query": names, "document": names, "vector": np.eye(count, dtype=np.float32).tolist()}
+        columns = {
+            "query": names,
+            "document": names,
+            "vector": np.eye(count, dtype=np.float32).tolist(),
+        }
         columns["image"] = [encoded(picture(20 * i)) for i in range(count)]
         (tmp_path / "rows").mkdir(exist_ok=True)
         datasets.Dataset.from_dict(columns).to_parquet(tmp_path / "rows" / f"{split}.parquet")
@@ -316,7 +371,11 @@ def test_every_reader_takes_a_split(tmp_path: Path) -> None:
 def test_what_has_no_splits_says_so(tmp_path: Path) -> None:
     np.save(tmp_path / "vectors.npy", np.eye(4, dtype=np.float32))
     (tmp_path / "one.tar").touch()
-    for name, reader in (("vectors.npy", open_corpus), ("one.tar", open_corpus), ("one.tar", open_pairs)):
+    for name, reader in (
+        ("vectors.npy", open_corpus),
+        ("one.tar", open_corpus),
+        ("one.tar", open_pairs),
+    ):
         with pytest.raises(DualencError, match="no split 'test'; there are: train"):
             reader(tmp_path / name, split="test")
 
@@ -332,11 +391,14 @@ def write_long_form(folder: Path, kind: str) -> Path:
         for data, (shade, _) in zip(contents, LONG_FORM):
             (folder / f"{shade}.png").write_bytes(data)
         written = [f"{'./' if i % 2 else ''}{shade}.png" for i, (shade, _) in enumerate(LONG_FORM)]
-        table = write_csv(folder / f"{kind.split()[-1]}.csv", ["image", "caption"], zip(written, captions))
+        table = write_csv(
+            folder / f"{kind.split()[-1]}.csv", ["image", "caption"], zip(written, captions)
+        )
         return folder if kind.endswith("metadata") else table
     records = [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(contents)]
     pq.write_table(
-        pa.table({"image": contents if kind == "bytes" else records, "caption": captions}), folder / "x.parquet"
+        pa.table({"image": contents if kind == "bytes" else records, "caption": captions}),
+        folder / "x.parquet",
     )
     return folder / "x.parquet"
 

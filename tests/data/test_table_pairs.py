@@ -29,7 +29,7 @@ from dualenc.data import (
     open_corpus,
     open_pairs,
 )
-from dualenc.data import cache as arrow_cache
+from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
 from .make import contents, encoded, picture, shade_of, write_csv, write_jsonl, write_rows
@@ -46,7 +46,9 @@ def expected(rows: list[dict]) -> list[tuple[str, str, tuple[str, ...]]]:
     for row in rows:
         if row["q"].strip():
             # A repeated negative counts once.
-            negatives = tuple(dict.fromkeys(n for n in row["n"] if n.strip() and (row["q"], n) not in positive))
+            negatives = tuple(
+                dict.fromkeys(n for n in row["n"] if n.strip() and (row["q"], n) not in positive)
+            )
             pairs += [(row["q"], d, negatives) for d in row["d"] if d.strip()]
     return pairs
 
@@ -59,7 +61,10 @@ def consistent(pairs: PairDataset) -> None:
         items = [pairs.item(side, i) for i in range(number)]  # type: ignore[arg-type]
         assert len(set(items)) == number
     for pair in pairs:
-        assert (pair.left, pair.right) == (pairs.item("left", pair.left_id), pairs.item("right", pair.right_id))
+        assert (pair.left, pair.right) == (
+            pairs.item("left", pair.left_id),
+            pairs.item("right", pair.right_id),
+        )
         assert pair.negatives == tuple(pairs.item("right", i) for i in pair.negative_ids)
 
 
@@ -80,11 +85,17 @@ def test_pairs_are_those_of_a_loop_and_equal_texts_share_ids(
     plain = TablePairs(path, "q", "d", deduplicate=False)
     assert [(p.left, p.right) for p in plain] == [(q, d) for q, d, _ in pairs]
     assert plain.right_id.tolist() == list(range(len(pairs)))
-    assert plain.num_left == sum(bool(row["q"].strip() and "".join(row["d"]).strip()) for row in rows)
+    assert plain.num_left == sum(
+        bool(row["q"].strip() and "".join(row["d"]).strip()) for row in rows
+    )
 
 
-def test_the_same_from_jsonl_and_parquet_and_memory_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"q": f"q{i % 7}", "d": [f"d{i % 5}", f"d{i}"], "n": [f"d{i + 50}", ""]} for i in range(40)]
+def test_the_same_from_jsonl_and_parquet_and_memory_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {"q": f"q{i % 7}", "d": [f"d{i % 5}", f"d{i}"], "n": [f"d{i + 50}", ""]} for i in range(40)
+    ]
     paths = [write_rows(tmp_path, form, rows) for form in ("jsonl", "parquet")]
     small = TablePairs(paths[0], "q", "d", "n")
     monkeypatch.setattr(arrow_cache, "IN_MEMORY_BYTES", -1)
@@ -119,8 +130,16 @@ def test_images_in_and_beside_a_table(tmp_path: Path, kind: str) -> None:
     assert pairs.positives("left", np.array([1])).tolist() == [[1, 2]]
 
 
-def test_bad_rows_are_counted_and_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"q": "q", "d": "d"}, {"q": " ", "d": "d"}, "{broken", {"q": "q", "d": None}, {"q": "q", "d": ["", "e"]}]
+def test_bad_rows_are_counted_and_reported_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        {"q": "q", "d": "d"},
+        {"q": " ", "d": "d"},
+        "{broken",
+        {"q": "q", "d": None},
+        {"q": "q", "d": ["", "e"]},
+    ]
     path = write_jsonl(tmp_path / "x.jsonl", rows)
     with caplog.at_level(logging.WARNING, logger="dualenc.data"):
         pairs = TablePairs(path, "q", "d")
@@ -134,15 +153,28 @@ def test_bad_rows_are_counted_and_reported_in_one_line(tmp_path: Path, caplog: p
 
 def flag(query: str, pos: list[str], neg: list[str]) -> dict:
     """A row as FlagEmbedding's mining script writes it."""
-    return {"query": query, "pos": pos, "neg": neg, "pos_scores": [0.9] * len(pos), "prompt": "", "type": "normal"}
+    return {
+        "query": query,
+        "pos": pos,
+        "neg": neg,
+        "pos_scores": [0.9] * len(pos),
+        "prompt": "",
+        "type": "normal",
+    }
 
 
 def tevatron(query: str, pos: list[str], neg: list[str]) -> dict:
     """A row as Tevatron writes it; texts "title|text"."""
     passage = [
-        [{"docid": t, "title": t.partition("|")[0], "text": t.partition("|")[2]} for t in ts] for ts in (pos, neg)
+        [{"docid": t, "title": t.partition("|")[0], "text": t.partition("|")[2]} for t in ts]
+        for ts in (pos, neg)
     ]
-    return {"query_id": "7", "query": query, "positive_passages": passage[0], "negative_passages": passage[1]}
+    return {
+        "query_id": "7",
+        "query": query,
+        "positive_passages": passage[0],
+        "negative_passages": passage[1],
+    }
 
 
 def table(path: Path, **options: Any) -> TablePairs:
@@ -162,7 +194,9 @@ def table(path: Path, **options: Any) -> TablePairs:
         (MinedPairs, {"query": "r", "positive_passages": [{"text": 5}]}, "value of a wrong type"),
     ],
 )
-def test_a_bad_row_is_named_or_skipped(tmp_path: Path, read: Any, row: object, message: str) -> None:
+def test_a_bad_row_is_named_or_skipped(
+    tmp_path: Path, read: Any, row: object, message: str
+) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [flag("q0", ["p0"], ["n0"]), row])
     with pytest.raises(BadSample, match=rf"x\.jsonl:2: {message}.*on_error=skip"):
         read(path, on_error="raise")
@@ -177,19 +211,29 @@ COLUMNS = {"query": pa.array(["q"]), "document": pa.array(["d"]), "negative": pa
     ("columns", "message"),
     [
         ({"query": pa.array([{"a": "x"}])}, "column 'query' holds struct"),
-        ({"query": pa.array([["x"]])}, "the left column holds lists; name it as right_column instead"),
+        (
+            {"query": pa.array([["x"]])},
+            "the left column holds lists; name it as right_column instead",
+        ),
         ({"document": pa.array([[["x"]]])}, "column 'document' holds list"),
         ({"negative": pa.array([[{"a": 1}]])}, "column 'negative' holds list"),
-        ({"document": pa.array([b"caf\xe9"]).view(pa.string())}, "column 'document' is damaged .*; write it again"),
+        (
+            {"document": pa.array([b"caf\xe9"]).view(pa.string())},
+            "column 'document' is damaged .*; write it again",
+        ),
     ],
 )
-def test_columns_of_another_kind_are_refused(tmp_path: Path, columns: dict[str, pa.Array], message: str) -> None:
+def test_columns_of_another_kind_are_refused(
+    tmp_path: Path, columns: dict[str, pa.Array], message: str
+) -> None:
     pq.write_table(pa.table({**COLUMNS, **columns}), tmp_path / "x.parquet")
     with pytest.raises(DualencError, match=message):
         TablePairs(tmp_path / "x.parquet", *COLUMNS, left_modality="text", right_modality="text")
 
 
-@pytest.mark.parametrize("values", [pa.array([1]), pa.array([{"a": b"x"}]), pa.array([{"bytes": 1}])])
+@pytest.mark.parametrize(
+    "values", [pa.array([1]), pa.array([{"a": b"x"}]), pa.array([{"bytes": 1}])]
+)
 def test_columns_without_images_are_refused(tmp_path: Path, values: pa.Array) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"image": values, "text": ["x"]}), path)
@@ -198,7 +242,9 @@ def test_columns_without_images_are_refused(tmp_path: Path, values: pa.Array) ->
             read(path)
 
 
-@pytest.mark.parametrize("how", ["dots", "absolute", "link to a file", "link to a folder", "device", "pipe"])
+@pytest.mark.parametrize(
+    "how", ["dots", "absolute", "link to a file", "link to a folder", "device", "pipe"]
+)
 def test_images_of_a_table_lie_in_its_folder_unless_allowed(tmp_path: Path, how: str) -> None:
     outside, folder = tmp_path / "secret.png", tmp_path / "data"
     folder.mkdir()
@@ -212,7 +258,9 @@ def test_images_of_a_table_lie_in_its_folder_unless_allowed(tmp_path: Path, how:
     path = write_csv(folder / "x.csv", ["image", "text"], [["in.png", "a"], [paths[how], "b"]])
     for data in (TablePairs(path, "image", "text", left_modality="image"), TableViews(path)):
         assert shade_of(data[0].left) == 6
-        with pytest.raises(BadSample, match=r"(outside of the folder .* allow_outside=True|not a file).*x\.csv:3"):
+        with pytest.raises(
+            BadSample, match=r"(outside of the folder .* allow_outside=True|not a file).*x\.csv:3"
+        ):
             data[1]
         data.identity()  # does not read it either
     with pytest.raises(BadSample, match=r"outside of the folder|not a file"):
@@ -243,7 +291,9 @@ def test_image_paths_start_at_the_folder_of_their_own_table(tmp_path: Path, suff
         write_jsonl(folder / "metadata.jsonl", rows)
     glob = f"{tmp_path}/*/metadata.{suffix}"
     if suffix == "parquet":
-        with pytest.raises(DualencError, match=r"relative paths in column 'image'.*open the folders one by one"):
+        with pytest.raises(
+            DualencError, match=r"relative paths in column 'image'.*open the folders one by one"
+        ):
             TablePairs(glob, "image", "text")
         assert len(TablePairs(f"{tmp_path}/g5/*.parquet", "image", "text")) == 2
         return
@@ -260,7 +310,8 @@ def test_image_paths_start_at_the_folder_of_their_own_table(tmp_path: Path, suff
 
 
 def test_texts_of_invisible_characters_are_blank(tmp_path: Path) -> None:
-    """Tokenizers may make no token of them; emoji, also joined and coloured ones, and texts that begin so are texts."""
+    """Tokenizers may make no token of them; emoji, also joined and coloured ones, and texts that
+    begin so are texts."""
     blank = ["\u200b", "\ufeff\u00ad", "\x00\x1f\x7f", " \u3000\u2028\u200d\n", "\U000e0041"]
     texts = ["\u200ba", "👨\u200d👩", "❤\ufe0f", "👍🏽", "\u0301", "\n\u200b\u00e9", "."]
     path = write_jsonl(tmp_path / "x.jsonl", [{"text": text} for text in blank + texts])
@@ -269,7 +320,10 @@ def test_texts_of_invisible_characters_are_blank(tmp_path: Path) -> None:
 
 
 def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
-    columns = {"text": pa.array([Decimal("1.50"), None]), "_id": pa.array([date(2020, 1, 2), date(2021, 1, 2)])}
+    columns = {
+        "text": pa.array([Decimal("1.50"), None]),
+        "_id": pa.array([date(2020, 1, 2), date(2021, 1, 2)]),
+    }
     pq.write_table(pa.table(columns), tmp_path / "x.parquet")
     corpus = open_corpus(tmp_path / "x.parquet")
     assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)
@@ -287,7 +341,9 @@ def test_both_layouts_of_mined_negatives(tmp_path: Path) -> None:
     # One query's positive is another's negative: the same item, whatever its role.
     assert pairs[2].right_id == pairs[0].negative_ids[0]
     assert (pairs.num_left, pairs.num_right) == (2, 5)
-    assert list(MinedPairs(write_jsonl(tmp_path / "x.jsonl", [tevatron(*a) for a in arguments]))) == list(pairs)
+    assert list(
+        MinedPairs(write_jsonl(tmp_path / "x.jsonl", [tevatron(*a) for a in arguments]))
+    ) == list(pairs)
     path = write_jsonl(tmp_path / "titles.jsonl", [tevatron("q", ["T|one"], ["U|two"])])
     pair = MinedPairs(path)[0]
     assert (pair.left, pair.right, *pair.negatives) == ("q", "T one", "U two")
@@ -296,7 +352,11 @@ def test_both_layouts_of_mined_negatives(tmp_path: Path) -> None:
 
 
 def test_negatives_are_optional_distinct_and_no_positives(tmp_path: Path) -> None:
-    rows = [{"query": "a", "pos": ["p"]}, flag("q", ["p0"], ["p1", "n"]), flag("q", ["p1"], ["p0", "n", "m", "n"])]
+    rows = [
+        {"query": "a", "pos": ["p"]},
+        flag("q", ["p0"], ["p1", "n"]),
+        flag("q", ["p1"], ["p0", "n", "m", "n"]),
+    ]
     pairs = MinedPairs(write_jsonl(tmp_path / "x.jsonl", rows))
     assert [p.negatives for p in pairs] == [(), ("n",), ("n", "m")]
     assert pairs.skipped == 2
@@ -306,10 +366,18 @@ def test_negatives_are_optional_distinct_and_no_positives(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
 def test_a_weight_column(tmp_path: Path, form: str) -> None:
-    rows = [{"q": f"q{i}", "d": f"d{i}", "grade": weight} for i, weight in enumerate([1.0, 0.5, 0.0, -1.0, None, 2.0])]
+    rows = [
+        {"q": f"q{i}", "d": f"d{i}", "grade": weight}
+        for i, weight in enumerate([1.0, 0.5, 0.0, -1.0, None, 2.0])
+    ]
     path = write_rows(tmp_path, form, rows)
     pairs = TablePairs(path, "q", "d", weight_column="grade")
-    assert [(pair.left, pair.weight) for pair in pairs] == [("q0", 1), ("q1", 0.5), ("q2", 0), ("q5", 2)]
+    assert [(pair.left, pair.weight) for pair in pairs] == [
+        ("q0", 1),
+        ("q1", 0.5),
+        ("q2", 0),
+        ("q5", 2),
+    ]
     assert pairs.skipped == 2
     assert [pair.weight for pair in TablePairs(path, "q", "d")] == [1] * 6
     with pytest.raises(BadSample, match="no weight of 0 or more in column 'grade'"):
@@ -339,10 +407,16 @@ def test_truth_values_are_weights_in_every_format(tmp_path: Path) -> None:
 def test_columns_of_negatives_are_read_by_their_names(
     tmp_path: Path, names: list[str], read: tuple[str, ...], form: str
 ) -> None:
-    rows = [dict(zip(names, values)) for values in (["q", "p", "n0", "n1", "n2"], ["r", "s", "n1", "n1", "n1"])]
+    rows = [
+        dict(zip(names, values))
+        for values in (["q", "p", "n0", "n1", "n2"], ["r", "s", "n1", "n1", "n1"])
+    ]
     path = write_rows(tmp_path, form, rows)
     for pairs in (TablePairs(path, names[0], names[1]), open_pairs(path)):
-        assert [(p.left, p.right, p.negatives) for p in pairs] == [("q", "p", read), ("r", "s", ("n1",))]
+        assert [(p.left, p.right, p.negatives) for p in pairs] == [
+            ("q", "p", read),
+            ("r", "s", ("n1",)),
+        ]
         consistent(pairs)
     assert TablePairs(path, names[0], names[1], []).negatives is None
     assert TablePairs(path, names[0], names[1], names[2])[0].negatives == ("n0",)
@@ -364,13 +438,17 @@ def test_captions_in_a_table(folder: Path) -> None:
     assert (pairs.left_modality, pairs.right_modality) == ("image", "text")
     write_jsonl(folder / "metadata.jsonl", records[1:])
     other = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
-    assert sorted(contents(ImageFolderPairs(folder))) == sorted((shade_of(row["image"]), row["text"]) for row in other)
+    assert sorted(contents(ImageFolderPairs(folder))) == sorted(
+        (shade_of(row["image"]), row["text"]) for row in other
+    )
     write_jsonl(folder / "sub" / "captions.jsonl", [{"path": "1.png", "caption": ["one", "uno"]}])
     assert contents(ImageFolderPairs(folder / "sub")) == [(1, "one"), (1, "uno")]
 
 
 def test_captions_in_text_files_beside_the_images(folder: Path) -> None:
-    with pytest.raises(DualencError, match="no usable image with a caption: 3 image without a caption"):
+    with pytest.raises(
+        DualencError, match="no usable image with a caption: 3 image without a caption"
+    ):
         ImageFolderPairs(folder)
     for shade, text in ((1, b"one\n\nuno\n"), (2, b"uno\ncaf\xe9\n")):
         (folder / "sub" / f"{shade}.txt").write_bytes(text)
@@ -385,20 +463,29 @@ def test_captions_in_text_files_beside_the_images(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (["sub/9.png", "nine"], "captions.csv:3: image that is not in the folder; 'sub/9.png' is not in"),
+        (
+            ["sub/9.png", "nine"],
+            "captions.csv:3: image that is not in the folder; 'sub/9.png' is not in",
+        ),
         (["sub/2.png", " "], "captions.csv:3: no text in column 'caption'"),
         (["", "two"], "captions.csv:3: no image in column 'image'"),
     ],
 )
 def test_bad_captions_are_named_or_skipped(folder: Path, row: list[str], message: str) -> None:
-    write_csv(folder / "captions.csv", ["image", "caption"], [["sub/1.png", "one"], row, ["sub/3.png", "three"]])
+    write_csv(
+        folder / "captions.csv",
+        ["image", "caption"],
+        [["sub/1.png", "one"], row, ["sub/3.png", "three"]],
+    )
     with pytest.raises(BadSample, match=message):
         ImageFolderPairs(folder, on_error="raise")
     pairs = ImageFolderPairs(folder)
     assert (contents(pairs), pairs.skipped) == ([(1, "one"), (3, "three")], 1)
 
 
-def save(path: Path, shades: list[int | None], features: dict | None = None, **columns: list) -> Path:
+def save(
+    path: Path, shades: list[int | None], features: dict | None = None, **columns: list
+) -> Path:
     images = [None if s is None else {"bytes": encoded(picture(s)), "path": None} for s in shades]
     typed = datasets.Features({"image": datasets.Image(), **(features or {})})
     datasets.Dataset.from_dict({"image": images, **columns}, features=typed).to_parquet(path)
@@ -419,7 +506,9 @@ INTEGERS, STRINGS = datasets.Value("int64"), datasets.Value("string")
         (INTEGERS, [10**12, 5, 10**12], [0, 1, 0], ["1000000000000", "5"]),
     ],
 )
-def test_classes_of_images(tmp_path: Path, kind: Any, values: list, numbers: list, names: list) -> None:
+def test_classes_of_images(
+    tmp_path: Path, kind: Any, values: list, numbers: list, names: list
+) -> None:
     views = TableViews(save(tmp_path / "x.parquet", [1, 2, 3], {"label": kind}, label=values))
     assert (views.labels.tolist(), views.class_names) == (numbers, names)
     assert [shade_of(pair.left) for pair in views] == [1, 2, 3]
@@ -437,7 +526,11 @@ def test_labels_are_optional_but_a_named_column_is_not(tmp_path: Path) -> None:
 def test_rows_without_an_image_are_skipped_with_their_labels(tmp_path: Path) -> None:
     path = save(tmp_path / "x.parquet", [1, None, 3], {"label": INTEGERS}, label=[0, 1, 2])
     views = TableViews(path)
-    assert ([shade_of(pair.left) for pair in views], views.labels.tolist(), views.skipped) == ([1, 3], [0, 2], 1)
+    assert ([shade_of(pair.left) for pair in views], views.labels.tolist(), views.skipped) == (
+        [1, 3],
+        [0, 2],
+        1,
+    )
     with pytest.raises(BadSample, match="row 1: no image in column 'image'"):
         TableViews(path, on_error="raise")
     pq.write_table(pa.table({"image": [encoded(picture(1)), b"no image"]}), path)
@@ -457,9 +550,17 @@ def test_folders_are_classes_as_torchvision_has_them(tmp_path: Path) -> None:
 
 def test_a_sample_is_a_seeded_part_with_its_labels() -> None:
     images = ImageViews(list("abcdefgh"), np.arange(8) % 3, ["x", "y", "z"])
-    part, again, other = images.sample(5, seed=1), images.sample(5, seed=1), images.sample(5, seed=2)
+    part, again, other = (
+        images.sample(5, seed=1),
+        images.sample(5, seed=1),
+        images.sample(5, seed=2),
+    )
     drawn = [part.item("left", i) for i in range(5)]
     assert len(set(drawn)) == 5
-    assert drawn == [again.item("left", i) for i in range(5)] != [other.item("left", i) for i in range(5)]
+    assert (
+        drawn
+        == [again.item("left", i) for i in range(5)]
+        != [other.item("left", i) for i in range(5)]
+    )
     assert [ord(letter) % 97 % 3 for letter in drawn] == part.labels.tolist()
     assert part.class_names == ["x", "y", "z"]

@@ -9,9 +9,9 @@ from typing import Any
 import datasets
 import pytest
 
-from dualenc.data import cache as arrow_cache
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.tables import FILE, LINE, ColumnKind, DataTable, TableSource
+from dualenc.data.readers.tables import FILE, LINE, ColumnKind, DataTable, TableSource
+from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
 from .make import write_csv, write_jsonl
@@ -76,7 +76,9 @@ def test_a_folder_holds_splits(tmp_path: Path, ending: str, inside: str) -> None
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl", "saved", "splits", "folder"])
 @pytest.mark.parametrize("split", ["dev", "train[:50%]", "train+test", "train[", ""])
-def test_a_split_is_one_of_the_names_that_a_source_has(tmp_path: Path, kind: str, split: str) -> None:
+def test_a_split_is_one_of_the_names_that_a_source_has(
+    tmp_path: Path, kind: str, split: str
+) -> None:
     names = "train"
     if kind == "csv":
         path = write_csv(tmp_path / "train.csv", ["query"], [["q"]])
@@ -121,7 +123,10 @@ def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cut.parquet", r"cut\.parquet: cannot be read"),
         ("nowhere.csv", "no such file; give a file, folder or glob of"),
         ("no/such/*.parquet", "no such file"),
-        ("images", r"images: no table in this folder \(ImageFolderViews reads images\); give a file"),
+        (
+            "images",
+            r"images: no table in this folder \(ImageFolderViews reads images\); give a file",
+        ),
         ("owner/nothing", "as a dataset of the hub it does not load"),
     ],
 )
@@ -143,7 +148,10 @@ def test_sources_that_cannot_be_read(
 
 def test_columns_that_are_not_there(tmp_path: Path) -> None:
     for kind in ("parquet", "jsonl"):
-        with pytest.raises(DualencError, match=r"no column 'quary' \(did you mean query\?\); there are: query, docum"):
+        with pytest.raises(
+            DualencError,
+            match=r"no column 'quary' \(did you mean query\?\); there are: query, docum",
+        ):
             read(save(tmp_path, kind), {"quary": "value"})
     with pytest.raises(DualencError, match="no usable record: it is empty"):
         _ = TableSource(write_jsonl(tmp_path / "x.jsonl", []), BadRows("x")).kinds
@@ -162,7 +170,12 @@ def read_text(path: Path, bad_rows: BadRows | None = None) -> datasets.Dataset:
 
 
 def test_values_become_texts_and_lists_of_texts(tmp_path: Path) -> None:
-    records = [{"a": "x", "b": ["y", 2]}, {"a": 1.5, "b": "z"}, {"a": None}, {"a": True, "b": None, "c": {}}]
+    records = [
+        {"a": "x", "b": ["y", 2]},
+        {"a": 1.5, "b": "z"},
+        {"a": None},
+        {"a": True, "b": None, "c": {}},
+    ]
     path = write_jsonl(tmp_path / "x.jsonl", records)
     rows = TableSource(path, BadRows(path)).open({"a": "value", "b": "list"}).dataset
     assert rows["a"][:] == ["x", "1.5", None, "true"]
@@ -181,7 +194,9 @@ def test_a_value_that_is_no_text_is_named_or_skipped(tmp_path: Path, value: obje
 
 
 def test_large_files_are_memory_mapped_and_written_once(tmp_path: Path, on_disk: Path) -> None:
-    path = write_jsonl(tmp_path / "x.jsonl", [{"text": f"t{i} " * 20} for i in range(5000)] + ["{broken"])
+    path = write_jsonl(
+        tmp_path / "x.jsonl", [{"text": f"t{i} " * 20} for i in range(5000)] + ["{broken"]
+    )
     counts = [BadRows(path), BadRows(path), BadRows(path)]
     first = read_text(path, counts[0])
     written = {file: file.stat().st_mtime_ns for file in on_disk.iterdir()}

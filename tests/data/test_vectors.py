@@ -1,4 +1,5 @@
-"""Vectors from folders of embeddings, .npy files and tables: values, ids, pairs, and what bad ones do."""
+"""Vectors from folders of embeddings, .npy files and tables: values, ids, pairs, and what bad ones
+do."""
 
 from __future__ import annotations
 
@@ -13,13 +14,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data import BeirPairs, Corpus, MinedPairs, TablePairs, VectorPairs, open_corpus, open_pairs, read_beir
+from dualenc.data import (
+    BeirPairs,
+    Corpus,
+    MinedPairs,
+    TablePairs,
+    VectorPairs,
+    open_corpus,
+    open_pairs,
+    read_beir,
+)
 from dualenc.errors import BadSample, DualencError
-from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
+from dualenc.search.embed.writer import EmbeddingWriter, shard_ranges
 from tests.data.make import write_jsonl
 
 N, D = 20, 6
-LEFT, RIGHT = (np.random.default_rng(seed).normal(size=(N, D)).astype(np.float32) for seed in (0, 1))
+LEFT, RIGHT = (
+    np.random.default_rng(seed).normal(size=(N, D)).astype(np.float32) for seed in (0, 1)
+)
 NAMES = [f"n{row}" for row in range(N)]
 
 
@@ -50,7 +62,9 @@ def write_source(folder: Path, kind: str) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["folder", "npy", "parquet", "jsonl"])
-def test_every_source_gives_the_same_vectors_and_the_same_identity(tmp_path: Path, kind: str) -> None:
+def test_every_source_gives_the_same_vectors_and_the_same_identity(
+    tmp_path: Path, kind: str
+) -> None:
     path, ids = write_source(tmp_path, kind)
     corpus = open_corpus(path, modality="vector")
     assert (corpus.modality, corpus.ids) == ("vector", ids)
@@ -60,7 +74,9 @@ def test_every_source_gives_the_same_vectors_and_the_same_identity(tmp_path: Pat
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved", "fixed"])
 def test_columns_of_vectors_make_pairs_by_row(tmp_path: Path, kind: str) -> None:
-    records = [{"q": a.tolist(), "d": b.tolist(), "negative": (-b).tolist()} for a, b in zip(LEFT, RIGHT)]
+    records = [
+        {"q": a.tolist(), "d": b.tolist(), "negative": (-b).tolist()} for a, b in zip(LEFT, RIGHT)
+    ]
     records[3]["q"] = records[2]["q"]  # two documents of one query
     records[4]["negative"] = records[4]["d"]  # a positive
     path = tmp_path / f"pairs.{kind}"
@@ -92,7 +108,10 @@ def test_whole_numbers_are_vectors_where_they_are_named(tmp_path: Path) -> None:
 
 def mined(ids: bool) -> list[dict[str, Any]]:
     """Tevatron's lines, or those of FlagEmbedding with ids for texts."""
-    rows = [(f"n{row}", [f"n{row}", f"n{row + 1}"], [f"n{(5 * row + 3) % N}", "n0"]) for row in range(0, N - 1, 2)]
+    rows = [
+        (f"n{row}", [f"n{row}", f"n{row + 1}"], [f"n{(5 * row + 3) % N}", "n0"])
+        for row in range(0, N - 1, 2)
+    ]
     if ids:
         return [{"query": query, "pos": pos, "neg": neg} for query, pos, neg in rows]
 
@@ -117,12 +136,20 @@ def test_mined_negatives_may_name_vectors(tmp_path: Path, kind: str, ids: bool) 
     queries, _ = write_source(tmp_path, kind)
     documents = write_embeddings(tmp_path / "documents", NAMES, RIGHT)
     texts = MinedPairs(write_jsonl(tmp_path / "texts.jsonl", mined(False)))
-    pairs = MinedPairs(write_jsonl(tmp_path / "mined.jsonl", mined(ids)), queries=queries, documents=documents)
+    pairs = MinedPairs(
+        write_jsonl(tmp_path / "mined.jsonl", mined(ids)), queries=queries, documents=documents
+    )
     assert (pairs.left_modality, pairs.right_modality) == ("vector", "vector")
     assert (len(pairs), pairs.skipped) == (len(texts), texts.skipped)
     for pair, text in zip(pairs, texts):
-        assert (pair.left_id, pair.right_id, pair.negative_ids) == (text.left_id, text.right_id, text.negative_ids)
-        row = {side: int(getattr(text, side).removeprefix("text of n")) for side in ("left", "right")}
+        assert (pair.left_id, pair.right_id, pair.negative_ids) == (
+            text.left_id,
+            text.right_id,
+            text.negative_ids,
+        )
+        row = {
+            side: int(getattr(text, side).removeprefix("text of n")) for side in ("left", "right")
+        }
         np.testing.assert_array_equal(pair.left, LEFT[row["left"]])
         np.testing.assert_array_equal(pair.right, RIGHT[row["right"]])
         for vector, negative in zip(pair.negatives, text.negatives, strict=True):
@@ -130,7 +157,9 @@ def test_mined_negatives_may_name_vectors(tmp_path: Path, kind: str, ids: bool) 
 
 
 def test_ids_without_a_vector_are_counted(tmp_path: Path) -> None:
-    queries, documents = (write_embeddings(tmp_path / part, NAMES[:9], LEFT[:9]) for part in ("queries", "documents"))
+    queries, documents = (
+        write_embeddings(tmp_path / part, NAMES[:9], LEFT[:9]) for part in ("queries", "documents")
+    )
     records = [
         {"query": "n1", "pos": ["n2", "lost"], "neg": ["n3", "gone", "n4"]},
         {"query": "away", "pos": ["n5"], "neg": ["n6"]},
@@ -138,7 +167,10 @@ def test_ids_without_a_vector_are_counted(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "mined.jsonl", records)
     pairs = MinedPairs(path, queries=queries, documents=documents)
     assert (len(pairs), pairs.skipped) == (1, 3)
-    assert [vector.tobytes() for vector in pairs[0].negatives] == [LEFT[3].tobytes(), LEFT[4].tobytes()]
+    assert [vector.tobytes() for vector in pairs[0].negatives] == [
+        LEFT[3].tobytes(),
+        LEFT[4].tobytes(),
+    ]
     with pytest.raises(BadSample, match=r"mined\.jsonl:2: id without a vector; column 'query'"):
         MinedPairs(path, queries=queries, documents=documents, on_error="raise")
     with pytest.raises(DualencError, match="queries and documents are given together"):
@@ -190,7 +222,10 @@ BAD: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("bad", "message"), BAD)
 def test_a_bad_vector_is_named_or_left_out(tmp_path: Path, bad: Any, message: str) -> None:
-    records = [{"_id": "bad", "vector": bad}, *({"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, LEFT))]
+    records = [
+        {"_id": "bad", "vector": bad},
+        *({"_id": n, "vector": v.tolist()} for n, v in zip(NAMES, LEFT)),
+    ]
     path = write_jsonl(tmp_path / "v.jsonl", [json.dumps(record) for record in records])
     with pytest.raises(BadSample, match=rf"v\.jsonl:1: {message}"):
         open_corpus(path, modality="vector", on_error="raise")
@@ -213,7 +248,14 @@ def test_what_holds_no_vectors_is_refused_and_no_pickle_is_read(tmp_path: Path) 
     np.save(tmp_path / "cube.npy", np.zeros((2, 2, 2)))
     np.save(tmp_path / "pickle.npy", np.array([Bomb(tmp_path / "canary")]), allow_pickle=True)
     (tmp_path / "broken.npy").write_bytes(b"no")
-    for name in ("text.parquet", "sizes.parquet", "cube.npy", "pickle.npy", "broken.npy", "none.npy"):
+    for name in (
+        "text.parquet",
+        "sizes.parquet",
+        "cube.npy",
+        "pickle.npy",
+        "broken.npy",
+        "none.npy",
+    ):
         with pytest.raises(DualencError, match=name):
             open_corpus(tmp_path / name, modality="vector")
     assert not (tmp_path / "canary").exists()

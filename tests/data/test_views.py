@@ -22,7 +22,9 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(8, 70), SEEDS)
-def test_a_view_has_the_size_asked_for_and_pixels_in_the_unit_interval(h: int, w: int, size: int, seed: int) -> None:
+def test_a_view_has_the_size_asked_for_and_pixels_in_the_unit_interval(
+    h: int, w: int, size: int, seed: int
+) -> None:
     view = SimCLR(size, blur=0.5)(noise(h, w), seed)
     assert (view.shape, view.dtype) == ((3, size, size), torch.float32)
     assert 0 <= view.min() <= view.max() <= 1 + 1e-6
@@ -60,9 +62,12 @@ def reference(size: int, strength: float, blur: float) -> v2.Compose:
 
 
 def statistics(views: torch.Tensor) -> torch.Tensor:
-    """Per view (n, 3, H, W): brightness, contrast, colourfulness, roughness, left-right balance; (n, 5)."""
+    """Per view (n, 3, H, W): brightness, contrast, colourfulness, roughness, left-right balance;
+    (n, 5)."""
     grey, half = views.mean(1), views.shape[-1] // 2
-    rough = (views.diff(dim=-1).abs().mean((1, 2, 3)) + views.diff(dim=-2).abs().mean((1, 2, 3))) / 2
+    rough = (
+        views.diff(dim=-1).abs().mean((1, 2, 3)) + views.diff(dim=-2).abs().mean((1, 2, 3))
+    ) / 2
     balance = grey[..., :half].mean((1, 2)) - grey[..., half:].mean((1, 2))
     columns = [grey.mean((1, 2)), grey.flatten(1).std(1), views.std(1).mean((1, 2)), rough, balance]
     return torch.stack(columns, dim=1)
@@ -70,9 +75,13 @@ def statistics(views: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "strength", "blur"), [(32, 0.5, 0.0), (48, 1.0, 0.5)])
-def test_the_law_of_views_is_that_of_torchvisions_transforms(size: int, strength: float, blur: float) -> None:
+def test_the_law_of_views_is_that_of_torchvisions_transforms(
+    size: int, strength: float, blur: float
+) -> None:
     ramp = np.linspace(0, 255, 60)
-    pixels = np.stack([ramp[None] + 0 * ramp[:, None], ramp[:, None] + 0 * ramp, np.full((60, 60), 90.0)], axis=-1)
+    pixels = np.stack(
+        [ramp[None] + 0 * ramp[:, None], ramp[:, None] + 0 * ramp, np.full((60, 60), 90.0)], axis=-1
+    )
     image = Image.fromarray(pixels.astype(np.uint8))
     torch.manual_seed(0)
     theirs = reference(size, strength, blur)
@@ -106,7 +115,9 @@ def test_the_numbers_of_a_seed_stay_the_same() -> None:
     torch.testing.assert_close(SimCLR(48, blur=1.0)(image, 7), blurred, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [{"size": 4}, {"strength": 3.0}, {"blur": 1.5}, {"min_area": 0.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"size": 4}, {"strength": 3.0}, {"blur": 1.5}, {"min_area": 0.0}]
+)
 def test_arguments_out_of_range_are_told(wrong: dict) -> None:
     with pytest.raises(DualencError, match="is out of range; give size >= 8"):
         SimCLR(**wrong)

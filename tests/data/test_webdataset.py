@@ -12,10 +12,10 @@ import pytest
 import webdataset
 
 from dualenc.data import TablePairs, WebDatasetPairs
-from dualenc.data import cache as arrow_cache
-from dualenc.data import webdataset as reader
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.webdataset import tar_corpus
+from dualenc.data.readers import webdataset as reader
+from dualenc.data.readers.webdataset import tar_corpus
+from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
 from .make import contents, encoded, picture, shade_of, shades_in
@@ -49,13 +49,19 @@ def shards(tmp_path: Path) -> Path:
     with webdataset.ShardWriter(str(tmp_path / "s-%03d.tar"), maxcount=3, verbose=0) as sink:
         for i in range(5):
             record = {"caption": f"json {i}", "list": [1]}
-            sink.write({"__key__": f"{i:03d}", "png": picture(i), "txt": f"text {i}", "json": record})
+            sink.write(
+                {"__key__": f"{i:03d}", "png": picture(i), "txt": f"text {i}", "json": record}
+            )
     return tmp_path
 
 
 def test_the_pairs_that_webdataset_reads(shards: Path) -> None:
     urls = sorted(str(path) for path in shards.glob("*.tar"))
-    other = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).decode("pil").to_tuple("png", "txt")
+    other = (
+        webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
+        .decode("pil")
+        .to_tuple("png", "txt")
+    )
     expected = [(shade_of(image), text) for image, text in other]
     assert expected == [(i, f"text {i}") for i in range(5)]
     assert contents(WebDatasetPairs(shards)) == expected
@@ -63,7 +69,9 @@ def test_the_pairs_that_webdataset_reads(shards: Path) -> None:
     assert contents(WebDatasetPairs(shards / "s-001.tar")) == expected[3:]
 
 
-def test_names_with_dots_folders_and_capitals_are_grouped_as_webdataset_does(tmp_path: Path) -> None:
+def test_names_with_dots_folders_and_capitals_are_grouped_as_webdataset_does(
+    tmp_path: Path,
+) -> None:
     files = [
         ("__meta__/x.txt", b"none"),
         ("./a.b/1.png", encoded(picture(1))),
@@ -108,7 +116,12 @@ def test_the_index_is_written_once_and_again_for_a_changed_tar(
 
 
 def test_equal_captions_share_an_id(tmp_path: Path) -> None:
-    files = sample("1", 1, "same") + sample("2", 2, "same\n") + sample("3", 3, "other") + sample("4", 1, " ")
+    files = (
+        sample("1", 1, "same")
+        + sample("2", 2, "same\n")
+        + sample("3", 3, "other")
+        + sample("4", 1, " ")
+    )
     path = write_tar(tmp_path / "x.tar", files)
     pairs = WebDatasetPairs(path)
     assert (pairs.left_id.tolist(), pairs.right_id.tolist()) == ([0, 1, 2, 0], [0, 0, 1, 2])
@@ -130,7 +143,10 @@ BROKEN = [
     ([("9.png", encoded(picture(9))), ("9.txt", b"")], "x.tar:9: missing or empty file 'txt'"),
     ([("1.txt", b"again")], "x.tar: 1.txt: duplicate file in a tar"),
     ([(os.fsdecode(b"caf\xe9.txt"), b"x")], "name in a tar that is not UTF-8"),
-    *(([link("9.png", kind)], "9.png: link, device, pipe or sparse") for kind in (tarfile.SYMTYPE, tarfile.FIFOTYPE)),
+    *(
+        ([link("9.png", kind)], "9.png: link, device, pipe or sparse")
+        for kind in (tarfile.SYMTYPE, tarfile.FIFOTYPE)
+    ),
 ]
 
 
@@ -163,13 +179,17 @@ def test_a_truncated_tar_keeps_its_whole_samples(tmp_path: Path) -> None:
 def with_size(header: bytes, size: int) -> bytes:
     """A header of a tar with another size, also a negative one, and its checksum."""
     fields = bytearray(header)
-    fields[124:136] = (256**12 + size).to_bytes(13, "big")[1:] if size < 0 else b"\x80" + size.to_bytes(11, "big")
+    fields[124:136] = (
+        (256**12 + size).to_bytes(13, "big")[1:] if size < 0 else b"\x80" + size.to_bytes(11, "big")
+    )
     fields[148:156] = b" " * 8
     fields[148:156] = b"%06o\0 " % sum(fields)
     return bytes(fields)
 
 
-@pytest.mark.parametrize(("size", "message"), [(-512, "negative"), (-4096, "negative"), (2**62, "2.png is cut off")])
+@pytest.mark.parametrize(
+    ("size", "message"), [(-512, "negative"), (-4096, "negative"), (2**62, "2.png is cut off")]
+)
 def test_hostile_sizes_end_the_tar(tmp_path: Path, size: int, message: str) -> None:
     path = write_tar(tmp_path / "x.tar", sample("1", 1, "one"))
     with tarfile.open(path) as archive:
@@ -184,7 +204,9 @@ def test_hostile_sizes_end_the_tar(tmp_path: Path, size: int, message: str) -> N
 
 def test_tars_that_cannot_be_read_at_random(tmp_path: Path) -> None:
     with pytest.raises(DualencError, match=r"truncated, broken or compressed tar; .*decompress it"):
-        WebDatasetPairs(write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz"), on_error="raise")
+        WebDatasetPairs(
+            write_tar(tmp_path / "x.tar", sample("1", 1, "one"), "w:gz"), on_error="raise"
+        )
     with pytest.raises(DualencError, match="no such tar"):
         WebDatasetPairs(tmp_path / "no-*.tar")
 
@@ -195,9 +217,15 @@ def test_worker_processes_read_for_themselves(shards: Path) -> None:
         assert pool.map(shades_in, [pickle.dumps(pairs)] * 4) == [[0, 1, 2, 3, 4]] * 4
 
 
-def test_corpora_take_the_names_of_samples_as_ids(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_corpora_take_the_names_of_samples_as_ids(
+    shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     corpus = tar_corpus(shards, "image", BadRows(shards))
-    assert (corpus.ids, corpus.modality, shade_of(corpus[3])) == (["000", "001", "002", "003", "004"], "image", 3)
+    assert (corpus.ids, corpus.modality, shade_of(corpus[3])) == (
+        ["000", "001", "002", "003", "004"],
+        "image",
+        3,
+    )
     assert tar_corpus(shards, "text", BadRows(shards)).text(2) == "text 2"
     folder = tmp_path_factory.mktemp("alike")
     for name in ("a", "b"):
@@ -206,13 +234,17 @@ def test_corpora_take_the_names_of_samples_as_ids(shards: Path, tmp_path_factory
     assert (alike.ids, [alike[i] for i in range(2)]) == (["a/1", "b/1"], ["a", "b"])
 
 
-def test_members_that_are_too_large_or_do_not_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_that_are_too_large_or_do_not_decode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tar = write_tar(tmp_path / "x.tar", [("a/17.png", b"no image"), ("a/17.txt", b"x" * 2000)])
     pairs = WebDatasetPairs(tar)
     with pytest.raises(BadSample, match=r"x\.tar:a/17: image cannot be decoded \(it is no image"):
         pairs[0]
-    monkeypatch.setattr("dualenc.data.webdataset.MAX_BYTES", 1000)
-    with pytest.raises(BadSample, match=r"x\.tar:a/17: file of more than 1,000 bytes; remove the sample"):
+    monkeypatch.setattr("dualenc.data.readers.webdataset.MAX_BYTES", 1000)
+    with pytest.raises(
+        BadSample, match=r"x\.tar:a/17: file of more than 1,000 bytes; remove the sample"
+    ):
         WebDatasetPairs(tar, on_error="raise")
     with pytest.raises(DualencError, match=r"no usable pair: 1 file of more than 1,000 bytes"):
         WebDatasetPairs(tar)

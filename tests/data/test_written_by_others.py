@@ -1,4 +1,5 @@
-"""Tables as pandas, Kaggle and annotators write them: missing values, columns that not all rows have, shards."""
+"""Tables as pandas, Kaggle and annotators write them: missing values, columns that not all rows
+have, shards."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from dualenc.data import (
     open_corpus,
     open_pairs,
 )
-from dualenc.data import cache as arrow_cache
+from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 
 from .make import picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
@@ -63,8 +64,16 @@ FILES: list[tuple[str, bytes, dict[str, str]]] = [
     ("x.csv.gz", gzip.compress(ACCENTS.encode("cp1252"), mtime=0), READ),
     ("x.csv.zst", pa.compress(ACCENTS.encode(), "zstd", asbytes=True), READ),
     ("x.jsonl.zst", pa.compress(b'{"id":1,"text":"one"}\n', "zstd", asbytes=True), {"1": "one"}),
-    ("x.jsonl", '\ufeff{"id":1,"text":"é"}\r\n{"id":2,"text":"a\u2028b"}'.encode(), {"1": "é", "2": "a\u2028b"}),
-    ("x.jsonl", '{"id":1,"text":"é"}\n{"id":2,"text":"b"}\n'.encode("utf-16"), {"1": "é", "2": "b"}),
+    (
+        "x.jsonl",
+        '\ufeff{"id":1,"text":"é"}\r\n{"id":2,"text":"a\u2028b"}'.encode(),
+        {"1": "é", "2": "a\u2028b"},
+    ),
+    (
+        "x.jsonl",
+        '{"id":1,"text":"é"}\n{"id":2,"text":"b"}\n'.encode("utf-16"),
+        {"1": "é", "2": "b"},
+    ),
     ("x.jsonl", b'[\n{"id":1,"text":"one"},\n{"id":2,"text":"two"}\n]\n', TWO),
     ("x.json", '[{"id":1,"text":"é"}]'.encode("utf-16"), {"1": "é"}),
     (
@@ -72,19 +81,29 @@ FILES: list[tuple[str, bytes, dict[str, str]]] = [
         f'{{"id":{BIG},"text":"a"}}\n{{"id":{2**53 + 1},"text":"b"}}'.encode(),
         {str(BIG): "a", str(2**53 + 1): "b"},
     ),
-    ("x.jsonl", b'{"id":1,"text":5}\n{"id":"a","text":{"en":1}}\n{"id":2.5,"text":true}', {"1": "5", "2.5": "true"}),
+    (
+        "x.jsonl",
+        b'{"id":1,"text":5}\n{"id":"a","text":{"en":1}}\n{"id":2.5,"text":true}',
+        {"1": "5", "2.5": "true"},
+    ),
     ("x.txt", "one\ncafé\n".encode("utf-16"), {"0": "one", "1": "café"}),
 ]
 
 
 @pytest.mark.parametrize(("name", "content", "expected"), FILES)
 def test_files_as_excel_pandas_and_annotators_write_them(
-    tmp_path: Path, name: str, content: bytes, expected: dict[str, str], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    name: str,
+    content: bytes,
+    expected: dict[str, str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     if not expected:
-        with pytest.raises(DualencError, match=r"x\.csv:1: two columns are called 'c'; rename one of them"):
+        with pytest.raises(
+            DualencError, match=r"x\.csv:1: two columns are called 'c'; rename one of them"
+        ):
             open_corpus(path)
         return
     with caplog.at_level(logging.WARNING, logger="dualenc.data"):
@@ -124,7 +143,9 @@ def test_missing_texts_ids_titles_and_columns(tmp_path: Path, form: str) -> None
     assert corpus.skipped == 3
     assert corpus.columns is not None
     assert corpus.columns.to_pydict() == {"year": [2020, None], "lang": ["en", None]}
-    assert pa.types.is_integer(corpus.columns["year"].type) or pa.types.is_floating(corpus.columns["year"].type)
+    assert pa.types.is_integer(corpus.columns["year"].type) or pa.types.is_floating(
+        corpus.columns["year"].type
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -154,26 +175,54 @@ def test_missing_sides_and_weights_of_pairs(tmp_path: Path, form: str) -> None:
 
 @pytest.mark.parametrize("form", ["parquet", "saved"])
 def test_columns_of_numbers_with_nan(tmp_path: Path, form: str) -> None:
-    rows = [{"query": 1.5, "document": 2.5}, {"query": 3.5, "document": NAN}, {"query": NAN, "document": NAN}]
+    rows = [
+        {"query": 1.5, "document": 2.5},
+        {"query": 3.5, "document": NAN},
+        {"query": NAN, "document": NAN},
+    ]
     data = TablePairs(write_rows(tmp_path, form, rows), "query", "document")
     assert (pairs_of(data), data.skipped) == ([("1.5", "2.5")], 2)
 
 
 @pytest.mark.parametrize("missing", [NAN, None])
-def test_missing_values_in_mined_negatives_and_beir_folders(tmp_path: Path, missing: float | None) -> None:
+def test_missing_values_in_mined_negatives_and_beir_folders(
+    tmp_path: Path, missing: float | None
+) -> None:
     rows = [
-        {"query": "a", "pos": ["p"], "neg": ["n", missing], "pos_scores": [1.0], "neg_scores": [missing, 0.5]},
+        {
+            "query": "a",
+            "pos": ["p"],
+            "neg": ["n", missing],
+            "pos_scores": [1.0],
+            "neg_scores": [missing, 0.5],
+        },
         {"query": missing, "pos": ["p"], "neg": ["n"], "pos_scores": [1.0], "neg_scores": [0.5]},
-        {"query": "b", "pos": missing, "neg": missing, "pos_scores": missing, "neg_scores": missing},
+        {
+            "query": "b",
+            "pos": missing,
+            "neg": missing,
+            "pos_scores": missing,
+            "neg_scores": missing,
+        },
     ]
     mined = MinedPairs(write_jsonl(tmp_path / "flag.jsonl", rows))
     assert (len(mined), mined[0].right, list(mined[0].negatives)) == (1, "p", ["n"])
     passage = {"docid": "1", "title": missing, "text": "p", "score": missing}
-    tevatron = {"query": "a", "positive_passages": [passage], "negative_passages": [passage | {"text": "n"}]}
+    tevatron = {
+        "query": "a",
+        "positive_passages": [passage],
+        "negative_passages": [passage | {"text": "n"}],
+    }
     assert MinedPairs(write_jsonl(tmp_path / "tevatron.jsonl", [tevatron]))[0].right == "p"
 
-    documents = [{"_id": "1", "title": missing, "text": "x"}, {"_id": missing, "text": "y"}, {"_id": "2", "text": "z"}]
-    folder = write_beir(tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", 1, 1)]})
+    documents = [
+        {"_id": "1", "title": missing, "text": "x"},
+        {"_id": missing, "text": "y"},
+        {"_id": "2", "text": "z"},
+    ]
+    folder = write_beir(
+        tmp_path / "beir", documents, [{"_id": "q", "text": "why"}], {"train": [("q", 1, 1)]}
+    )
     assert texts(open_corpus(folder)) == {"1": "x", "2": "z"}
 
 
@@ -182,19 +231,25 @@ def test_missing_values_in_mined_negatives_and_beir_folders(tmp_path: Path, miss
 def test_rows_without_a_label_have_no_class(tmp_path: Path, form: str, kind: str) -> None:
     labels: list[Any] = [3, NAN, 10, 3] if kind == "numbers" else ["cat", NAN, "dog", "cat"]
     folder = tmp_path / "rows.saved" if form == "saved" else tmp_path
-    path = write_rows(tmp_path, form, [{"image": f"{i}.png", "label": label} for i, label in enumerate(labels)])
+    path = write_rows(
+        tmp_path, form, [{"image": f"{i}.png", "label": label} for i, label in enumerate(labels)]
+    )
     for i in range(4):
         picture(i).save(folder / f"{i}.png")
     numbers = [3, -1, 10, 3] if kind == "numbers" else [0, -1, 1, 0]
     for data in (TableViews(path), open_corpus(path, modality="image")):
         assert data.labels is not None
         assert data.labels.tolist() == numbers
-        assert data.class_names == ([str(i) for i in range(11)] if kind == "numbers" else ["cat", "dog"])
+        assert data.class_names == (
+            [str(i) for i in range(11)] if kind == "numbers" else ["cat", "dog"]
+        )
 
 
 @pytest.mark.parametrize("label", ["", " ", "nan"])
 def test_blank_labels_in_csv(tmp_path: Path, label: str) -> None:
-    path = write_csv(tmp_path / "x.csv", ["image", "label"], [["0.png", "3"], ["1.png", label], ["2.png", "10"]])
+    path = write_csv(
+        tmp_path / "x.csv", ["image", "label"], [["0.png", "3"], ["1.png", label], ["2.png", "10"]]
+    )
     for i in range(3):
         picture(i).save(tmp_path / f"{i}.png")
     views = TableViews(path)
@@ -206,7 +261,9 @@ def test_blank_labels_in_csv(tmp_path: Path, label: str) -> None:
 
 def test_numbers_in_csv_stay_numbers_beside_nan(tmp_path: Path) -> None:
     rows = [["one", "2020", "nan"], ["two", "nan", "de"], ["three", " ", "en"]]
-    corpus = open_corpus(write_csv(tmp_path / "x.csv", ["text", "year", "lang"], rows), columns=["year", "lang"])
+    corpus = open_corpus(
+        write_csv(tmp_path / "x.csv", ["text", "year", "lang"], rows), columns=["year", "lang"]
+    )
     assert corpus.columns is not None
     assert corpus.columns.to_pydict() == {"year": [2020, None, None], "lang": ["nan", "de", "en"]}
 
@@ -223,7 +280,11 @@ WANTED = {**{f"d{i}": f"T{i} text {i}" for i in range(3)}, "d3": "text 3"}
 def test_the_same_json_rows_in_any_order_are_the_same_data(tmp_path: Path, form: str) -> None:
     path = tmp_path / f"rows.{form}"
     for order in itertools.permutations(ROWS):
-        path.write_text(json.dumps(order) if form == "json" else "".join(f"{json.dumps(row)}\n" for row in order))
+        path.write_text(
+            json.dumps(order)
+            if form == "json"
+            else "".join(f"{json.dumps(row)}\n" for row in order)
+        )
         corpus = open_corpus(path)
         assert (texts(corpus), corpus.skipped) == (WANTED, 1)
 
@@ -249,7 +310,11 @@ def test_a_column_may_begin_in_any_row_and_any_file(
 
 
 def test_pairs_and_beir_folders_in_any_order(tmp_path: Path) -> None:
-    rows = [{"note": "no pair"}, {"query": "a", "document": "x"}, {"query": "b", "document": ["y", "z"]}]
+    rows = [
+        {"note": "no pair"},
+        {"query": "a", "document": "x"},
+        {"query": "b", "document": ["y", "z"]},
+    ]
     rows += [{"query": f"{i}", "document": [f"{i}"]} for i in range(2)]
     found = []
     for seed in range(5):
@@ -257,9 +322,17 @@ def test_pairs_and_beir_folders_in_any_order(tmp_path: Path) -> None:
         found.append(sorted(pairs_of(open_pairs(write_jsonl(tmp_path / "pairs.jsonl", rows)))))
     assert found == [[("0", "0"), ("1", "1"), ("a", "x"), ("b", "y"), ("b", "z")]] * 5
     # A file of texts with their vectors is one of texts, wherever the first text stands.
-    documents = [{"_id": "a", "vector": [1.0, 2.0]}, {"_id": "b", "text": "t", "vector": [2.0, 1.0]}]
+    documents = [
+        {"_id": "a", "vector": [1.0, 2.0]},
+        {"_id": "b", "text": "t", "vector": [2.0, 1.0]},
+    ]
     for order in (documents, documents[::-1]):
-        folder = write_beir(tmp_path / order[0]["_id"], order, [{"_id": "q", "text": "q"}], {"test": [("q", "b", 1)]})
+        folder = write_beir(
+            tmp_path / order[0]["_id"],
+            order,
+            [{"_id": "q", "text": "q"}],
+            {"test": [("q", "b", 1)]},
+        )
         assert texts(open_corpus(folder)) == {"b": "t"}
 
 
@@ -278,7 +351,10 @@ def test_parquet_shards_without_a_value_in_a_column(tmp_path: Path, kind: str, f
     nothing = {"query": pa.array(["q0", "q1"][:count], pa.string()), "document": pa.nulls(count)}
     if form == "absent":
         del nothing["document"]
-    shards = [pa.table(nothing), pa.table({"query": ["a", "b"], "document": pa.array(values, type_)})]
+    shards = [
+        pa.table(nothing),
+        pa.table({"query": ["a", "b"], "document": pa.array(values, type_)}),
+    ]
     found = []
     for number, order in enumerate((shards, shards[::-1])):
         folder = tmp_path / str(number)
@@ -288,7 +364,9 @@ def test_parquet_shards_without_a_value_in_a_column(tmp_path: Path, kind: str, f
         data = open_pairs(f"{folder}/*.parquet")
         assert data.skipped == count
         found.append(pairs_of(data))
-    expected = [(q, str(text)) for q, v in zip("ab", values) for text in (v if isinstance(v, list) else [v])]
+    expected = [
+        (q, str(text)) for q, v in zip("ab", values) for text in (v if isinstance(v, list) else [v])
+    ]
     assert found == [expected, expected]
 
 
@@ -303,24 +381,33 @@ def test_parquet_shards_of_other_types(tmp_path: Path) -> None:
         assert len(corpus) == 2
     table([2**53 + 1, 1.5], "a")
     with pytest.raises(
-        DualencError, match=r"a\.parquet: cannot be read .*not in range.* write all files with the same types"
+        DualencError,
+        match=r"a\.parquet: cannot be read .*not in range.* write all files with the same types",
     ):
         open_corpus(f"{tmp_path}/*.parquet")
     for ids in ([1, "x"], [[1], 2], [date(2020, 1, 2), datetime(2020, 1, 3)]):
         table(ids, "a")
-        with pytest.raises(DualencError, match=r"b\.parquet: cannot be read .*Field id has incompat") as error:
+        with pytest.raises(
+            DualencError, match=r"b\.parquet: cannot be read .*Field id has incompat"
+        ) as error:
             open_corpus(f"{tmp_path}/*.parquet")
         assert "\n" not in str(error.value)
 
 
-QUESTIONS = ["Which of these is photo.jpg", *(f"question {i}" for i in range(20)), "and what is scan.png"]
+QUESTIONS = [
+    "Which of these is photo.jpg",
+    *(f"question {i}" for i in range(20)),
+    "and what is scan.png",
+]
 
 
 @pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
 def test_a_column_of_questions_is_no_column_of_images(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_rows(tmp_path, form, [{"question": text, "answer": f"a{i}"} for i, text in enumerate(QUESTIONS)])
+    path = write_rows(
+        tmp_path, form, [{"question": text, "answer": f"a{i}"} for i, text in enumerate(QUESTIONS)]
+    )
     with caplog.at_level(logging.WARNING, logger="dualenc.data"):
         data = open_pairs(path)
     assert [pair.left for pair in data] == QUESTIONS
@@ -343,7 +430,11 @@ def test_every_reader_of_tables_takes_the_option_for_quotes(tmp_path: Path) -> N
     path = tmp_path / "x.csv"
     path.write_text('query,document\n"a,x\n2,y"\n3,z\n')
     assert pairs_of(open_pairs(path, quotes=False)) == [('"a', "x"), ("2", 'y"'), ("3", "z")]
-    assert texts(open_corpus(path, text_column="document", quotes=False)) == {"0": "x", "1": 'y"', "2": "z"}
+    assert texts(open_corpus(path, text_column="document", quotes=False)) == {
+        "0": "x",
+        "1": 'y"',
+        "2": "z",
+    }
     with pytest.raises(BadSample, match="pass quotes=false"):
         open_pairs(path, on_error="raise")
     picture(1).save(tmp_path / "1.png")

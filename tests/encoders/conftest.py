@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, train_tokenizer
+from dualenc.encoders import (
+    DualEncoder,
+    ImageEncoder,
+    ImageTextEncoder,
+    TextEncoder,
+    train_tokenizer,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,13 +61,21 @@ def clip() -> dict[str, Any]:
     """An open_clip configuration small enough to train in a test."""
     return {
         "embed_dim": 24,
-        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 1,
+            "width": 32,
+            "head_width": 16,
+            "patch_size": 16,
+        },
         "text_cfg": {"context_length": 20, "width": 32, "heads": 2, "layers": 2},
     }
 
 
 @pytest.fixture
-def text_encoder(bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., TextEncoder]:
+def text_encoder(
+    bert: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> Callable[..., TextEncoder]:
     """Makes a small encoder of texts, with options."""
     return partial(TextEncoder, config=bert, tokenizer=tokenizer)
 
@@ -81,7 +95,10 @@ def build(text_encoder: Any, clip: dict[str, Any]) -> Callable[[str], DualEncode
 def images() -> list[Image.Image]:
     """Random images, wide ones and a high one."""
     sizes = [(60, 80), (61, 50), (40, 40)]
-    noise = [np.random.default_rng(i).integers(0, 256, (*size, 3), dtype=np.uint8) for i, size in enumerate(sizes)]
+    noise = [
+        np.random.default_rng(i).integers(0, 256, (*size, 3), dtype=np.uint8)
+        for i, size in enumerate(sizes)
+    ]
     return [Image.fromarray(pixels) for pixels in noise]
 
 

@@ -1,4 +1,5 @@
-"""Out-of-batch items are normalised as the batch was; without a batch, by running statistics, which stay."""
+"""Out-of-batch items are normalised as the batch was; without a batch, by running statistics, which
+stay."""
 
 from __future__ import annotations
 
@@ -20,7 +21,13 @@ from dualenc.errors import DualencError
 @pytest.fixture
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.BatchNorm1d(16)
+    layers = (
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.BatchNorm1d(16),
+    )
     return nn.Sequential(*layers).double()
 
 
@@ -32,7 +39,9 @@ def state(network: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in network.state_dict().items()}
 
 
-def test_items_of_the_batch_get_their_embeddings_again_alone_or_together(network: nn.Sequential) -> None:
+def test_items_of_the_batch_get_their_embeddings_again_alone_or_together(
+    network: nn.Sequential,
+) -> None:
     network.train()
     network[2].eval()
     statistics, batch = BatchStatistics(), images()
@@ -43,7 +52,9 @@ def test_items_of_the_batch_get_their_embeddings_again_alone_or_together(network
         torch.testing.assert_close(network(batch[2:3]), embeddings[2:3])
 
 
-@pytest.mark.parametrize("arguments", [{"track_running_stats": False}, {"affine": False}, {"eps": 0.1}])
+@pytest.mark.parametrize(
+    "arguments", [{"track_running_stats": False}, {"affine": False}, {"eps": 0.1}]
+)
 def test_every_kind_of_layer_is_recorded(arguments: dict[str, Any]) -> None:
     norm, statistics = nn.BatchNorm1d(3, **arguments).double().train(), BatchStatistics()
     tracked = state(norm).keys()
@@ -82,7 +93,9 @@ def test_statistics_have_the_gradient_of_mean_and_variance() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_graph", [True, False])
-def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(with_graph: bool) -> None:
+def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(
+    with_graph: bool,
+) -> None:
     norm, statistics, batch = nn.BatchNorm1d(3).train(), BatchStatistics(), torch.randn(4, 3)
     with torch.set_grad_enabled(with_graph), statistics.recorded(norm):
         inputs = batch.requires_grad_(with_graph) * 2
@@ -97,7 +110,9 @@ def test_the_batch_is_held_only_until_it_is_released_and_only_for_a_gradient(wit
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_without_a_batch_running_statistics_are_used_and_stay(network: nn.Sequential, keep: bool) -> None:
+def test_without_a_batch_running_statistics_are_used_and_stay(
+    network: nn.Sequential, keep: bool
+) -> None:
     network.train()
     statistics = BatchStatistics(keep)
     if not keep:
@@ -127,7 +142,11 @@ def test_modes_and_statistics_return_after_an_error(network: nn.Sequential) -> N
     broken = torch.zeros(1, 3, 3, 3).double()  # one value per channel
     with pytest.raises(ValueError, match="more than 1 value"), statistics.recorded(network):
         network(broken)
-    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items() if "num" not in name)
+    assert all(
+        torch.equal(before[name], value)
+        for name, value in network.state_dict().items()
+        if "num" not in name
+    )
     assert (network[1].training, network[1].momentum) == (True, 0.1)
     assert not network[4].training, "it was not training before either"
 
@@ -139,7 +158,11 @@ def test_frozen_layers_keep_their_statistics(network: nn.Sequential) -> None:
     network.train()
     keep_frozen_statistics(network)
     network(images())
-    changed = {name.partition(".")[0] for name, value in state(network).items() if not torch.equal(value, before[name])}
+    changed = {
+        name.partition(".")[0]
+        for name, value in state(network).items()
+        if not torch.equal(value, before[name])
+    }
     assert changed == {"4", "5"}, "a layer without weights is frozen with its tower"
     network.requires_grad_(False)
     keep_frozen_statistics(network.train())
@@ -149,9 +172,17 @@ def test_frozen_layers_keep_their_statistics(network: nn.Sequential) -> None:
 def test_training_mode_of_a_model_leaves_a_frozen_tower_as_it_was() -> None:
     model = ImageEncoder("test_resnet", image_size=32)
     model.left.backbone.requires_grad_(False)
-    norms = {name: layer for name, layer in model.train().named_modules() if isinstance(layer, nn.BatchNorm2d)}
+    norms = {
+        name: layer
+        for name, layer in model.train().named_modules()
+        if isinstance(layer, nn.BatchNorm2d)
+    }
     assert norms
     model.encode([Image.new("RGB", (32, 32))])
     assert model.left.training
-    assert not any(layer.training for layer in norms.values()), "encoding between two steps changes no mode"
-    assert any(isinstance(layer, nn.BatchNorm1d) and layer.training for layer in model.left.projector)
+    assert not any(layer.training for layer in norms.values()), (
+        "encoding between two steps changes no mode"
+    )
+    assert any(
+        isinstance(layer, nn.BatchNorm1d) and layer.training for layer in model.left.projector
+    )

@@ -32,7 +32,12 @@ def front_matter(text: str) -> dict[str, Any]:
     ],
 )
 def test_examples_run_beside_the_folder(
-    build: Any, kind: str, library: str, pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Any,
+    kind: str,
+    library: str,
+    pipeline: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     build(kind).save(tmp_path / "my model")
     card = (tmp_path / "my model" / "README.md").read_text()
@@ -47,11 +52,15 @@ def test_examples_run_beside_the_folder(
     assert not os.path.isabs(front_matter(card).get("base_model", ""))
 
 
-def test_the_example_of_a_cut_model_ranks_as_the_model_does(text_encoder: Any, tmp_path: Path) -> None:
+def test_the_example_of_a_cut_model_ranks_as_the_model_does(
+    text_encoder: Any, tmp_path: Path
+) -> None:
     """sentence-transformers cuts behind the Normalize, so that lengths differ."""
     model = text_encoder(truncate_dim=4)
     model.save(tmp_path / "model")
-    example = re.findall(r"```python\n(.*?)```", (tmp_path / "model" / "README.md").read_text(), flags=re.DOTALL)[0]
+    example = re.findall(
+        r"```python\n(.*?)```", (tmp_path / "model" / "README.md").read_text(), flags=re.DOTALL
+    )[0]
     example = example.replace('"model"', repr(str(tmp_path / "model")))
     exec(example.replace("print(", "scores = ("), known := {})
     expected = model.encode_query(["a question"]) @ model.encode_document(["a text"]).T
@@ -91,7 +100,9 @@ def test_names_cannot_become_markup(build: Any) -> None:
     recipe = f"prompt: |\n  {HOSTILE}\n````\n<script>"
     card = {"data": HOSTILE, "recipe": recipe, "metrics": {HOSTILE: 0.5}, HOSTILE: {"a": HOSTILE}}
     text = build("query-document").model_card(HOSTILE, card)
-    tokens = MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
+    tokens = (
+        MarkdownIt("commonmark", {"html": True}).enable("table").parse(text.split("\n---\n", 1)[1])
+    )
     kinds = [inner.type for token in tokens for inner in [token, *(token.children or [])]]
     assert not {"html_block", "html_inline", "link_open", "image", "hr"} & set(kinds)
     assert kinds.count("heading_open") == 6  # name, data, recipe, metrics, the caller's own, use
@@ -104,8 +115,13 @@ def test_a_card_names_the_base_model_and_its_license_but_no_path(
     build("query-document").save(tmp_path / "base")
     readme = tmp_path / "base" / "README.md"
     readme.write_text("---\nlicense: mit\nbase_model: /home/me/models/bert\n---\n# Base\n")
-    recipe = f"model:\n  name: {tmp_path / 'base'}\n  from: [~/a/b, '/data', hf://datasets/x, ./runs]\n"
-    card = {"recipe": recipe, "data": f"Pairs of {tmp_path}/pairs.csv, https://host/a/b and me/pairs."}
+    recipe = (
+        f"model:\n  name: {tmp_path / 'base'}\n  from: [~/a/b, '/data', hf://datasets/x, ./runs]\n"
+    )
+    card = {
+        "recipe": recipe,
+        "data": f"Pairs of {tmp_path}/pairs.csv, https://host/a/b and me/pairs.",
+    }
 
     TextEncoder(str(tmp_path / "base")).save(tmp_path / "local", card=card)
     text = (tmp_path / "local" / "README.md").read_text()
@@ -115,20 +131,26 @@ def test_a_card_names_the_base_model_and_its_license_but_no_path(
     assert front_matter(text)["license"] == "mit"
     assert "base_model" not in front_matter(text), "a path of another machine"
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "base"))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path / "base")
+    )
     TextEncoder("owner/name").save(tmp_path / "tuned")
     monkeypatch.undo()
     found = front_matter(load_model(tmp_path / "tuned").model_card("mine", {}))
     assert (found["base_model"], found["license"]) == ("owner/name", "mit")
 
 
-def test_an_upload_names_the_repository(text_encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_names_the_repository(
+    text_encoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def upload_folder(repo_id: str, folder_path: str) -> Any:
         shutil.copytree(folder_path, tmp_path / repo_id)
         return SimpleNamespace(commit_url=f"https://hub/{repo_id}")
 
     model = text_encoder(shared=False)
-    with pytest.raises(DualencError, match="me/mine: could not be uploaded"):  # the tests are offline
+    with pytest.raises(
+        DualencError, match="me/mine: could not be uploaded"
+    ):  # the tests are offline
         model.push_to_hub("me/mine")
     monkeypatch.setattr("huggingface_hub.create_repo", lambda repo, private, exist_ok: None)
     monkeypatch.setattr("huggingface_hub.upload_folder", upload_folder)

@@ -1,4 +1,5 @@
-"""Dropout: the share that is dropped, the scale of the rest, and where it takes the place of torch's own."""
+"""Dropout: the share that is dropped, the scale of the rest, and where it takes the place of
+torch's own."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def test_what_is_kept_is_scaled_up_and_so_is_its_gradient(dtype: torch.dtype) ->
 
 
 def test_plain_dropout_is_replaced_at_any_depth_and_keeps_its_mode() -> None:
-    network = nn.Sequential(nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.3)), nn.Dropout(0.2).eval())
+    network = nn.Sequential(
+        nn.Sequential(nn.Dropout(0.3), nn.Dropout2d(0.3)), nn.Dropout(0.2).eval()
+    )
     convert_dropout(network)
     (first, second), last = network
     assert (type(first), first.p, first.training) == (Dropout, 0.3, True)

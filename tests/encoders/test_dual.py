@@ -99,7 +99,11 @@ def test_what_is_no_item_is_named_with_its_place(model: TextEncoder, clip: dict[
         (model.encode_query, "a text", [image, vector]),
         (image_text.encode_document, "a text", [image, vector]),
         (image_text.encode_query, image, ["https://example.org/a.png", vector]),
-        (VectorEncoder(4).encode_query, vector, ["a text", image, np.array([1, np.nan, 1, 1]), np.ones((2, 4)), [1.0]]),
+        (
+            VectorEncoder(4).encode_query,
+            vector,
+            ["a text", image, np.array([1, np.nan, 1, 1]), np.ones((2, 4)), [1.0]],
+        ),
     ):
         for bad in (None, math.nan, 3, True, b"a", ["a", ["b"]], {"text": "a"}, *others):
             with pytest.raises(BadSample, match=r"^item 1 is .*, where an? .* is needed"):
@@ -114,8 +118,12 @@ def test_what_is_no_item_is_named_with_its_place(model: TextEncoder, clip: dict[
 def test_a_series_is_encoded_in_its_order_whatever_its_labels(model: TextEncoder) -> None:
     pandas = pytest.importorskip("pandas")
     texts = ["a dog runs", "two cats", "Ein Ball!"]
-    np.testing.assert_array_equal(model.encode(pandas.Series(texts, index=[2, 0, 1])), model.encode(texts))
-    pairs = PairDataset(pandas.Series(texts, index=[7, 8, 9]), pandas.Series(texts[::-1], index=[2, 0, 1]))
+    np.testing.assert_array_equal(
+        model.encode(pandas.Series(texts, index=[2, 0, 1])), model.encode(texts)
+    )
+    pairs = PairDataset(
+        pandas.Series(texts, index=[7, 8, 9]), pandas.Series(texts[::-1], index=[2, 0, 1])
+    )
     assert [(pair.left, pair.right) for pair in pairs] == list(zip(texts, texts[::-1]))
 
 
@@ -137,11 +145,16 @@ def test_items_are_encoded_to_numpy_in_their_order(text_encoder: Any) -> None:
 def test_few_texts_share_a_window_where_they_may_be_long(
     text_encoder: Any, monkeypatch: pytest.MonkeyPatch, length: float, window: int
 ) -> None:
-    """A window is padded to its longest text: with texts of 30,000 tokens thousands would take all memory."""
+    """A window is padded to its longest text: with texts of 30,000 tokens thousands would take all
+    memory."""
     model = text_encoder()
     model.left.prepare.max_length = length
     prepare, sizes = TextPrepare.__call__, []
-    monkeypatch.setattr(TextPrepare, "__call__", lambda self, texts: sizes.append(len(texts)) or prepare(self, texts))
+    monkeypatch.setattr(
+        TextPrepare,
+        "__call__",
+        lambda self, texts: sizes.append(len(texts)) or prepare(self, texts),
+    )
     monkeypatch.setattr(dual, "TOKENS_PER_WINDOW", 160)
     assert model.encode(["a dog"] * 9, batch_size=2).shape == (9, 32)
     assert set(sizes[:-1]) == {window}

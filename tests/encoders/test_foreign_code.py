@@ -1,4 +1,5 @@
-"""Model folders are untrusted: code in them is never run, nobody is asked about it, and pickles are not weights."""
+"""Model folders are untrusted: code in them is never run, nobody is asked about it, and pickles are
+not weights."""
 
 from __future__ import annotations
 
@@ -15,11 +16,22 @@ import pytest
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder, load_model, with_map
+from dualenc.encoders import (
+    DualEncoder,
+    ImageEncoder,
+    ImageTextEncoder,
+    TextEncoder,
+    load_model,
+    with_map,
+)
 from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 
-AUTO_MAP = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoTokenizer": ["evil.Tokenizer", None]}
+AUTO_MAP = {
+    "AutoConfig": "evil.Config",
+    "AutoModel": "evil.Model",
+    "AutoTokenizer": ["evil.Tokenizer", None],
+}
 
 
 def edit(path: Path, **changes: Any) -> dict[str, Any]:
@@ -37,8 +49,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with code that leaves `canary` beside it when it is imported, and all of transformers' hooks to it."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    """A folder with code that leaves `canary` beside it when it is imported, and all of
+    transformers' hooks to it."""
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     folder = tmp_path / "evil"
     folder.mkdir()
     _with_code(folder)
@@ -49,7 +64,9 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _with_code(folder: Path) -> None:
     canary = folder.parent / "canary"
-    (folder / "evil.py").write_text(f"open({str(canary)!r}, 'w')\nclass Config: pass\nclass Tokenizer: pass\n")
+    (folder / "evil.py").write_text(
+        f"open({str(canary)!r}, 'w')\nclass Config: pass\nclass Tokenizer: pass\n"
+    )
 
 
 def refuses(make: Callable[[], Any], canary: Path) -> str:
@@ -60,7 +77,8 @@ def refuses(make: Callable[[], Any], canary: Path) -> str:
 
 
 def test_the_code_would_run(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows proves nothing unless the hooks work: transformers asks, and on "y" imports the code."""
+    """What follows proves nothing unless the hooks work: transformers asks, and on "y" imports the
+    code."""
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
     with pytest.raises(Exception):  # noqa: B017, PT011  the class is no configuration
         transformers.AutoConfig.from_pretrained(evil)
@@ -77,7 +95,10 @@ def test_a_text_tower_of_code_in_open_clip(
     foreign = {"hf_model_name": str(evil), "hf_tokenizer_name": "."}
     edit(path, model_cfg={**config, "text_cfg": {**config["text_cfg"], **foreign}})
     clip["text_cfg"] |= foreign
-    for make in (lambda: load_model(evil.parent / "model"), lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer)):
+    for make in (
+        lambda: load_model(evil.parent / "model"),
+        lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer),
+    ):
         assert "code of its own, which is not run" in refuses(make, canary)
 
 
@@ -103,7 +124,10 @@ def test_a_tokenizer_of_code_in_open_clip(
         (model / "sub" / name).write_text((evil / name).read_text())
     if isinstance(change, dict):
         config = json.loads((model / "open_clip_config.json").read_text())["model_cfg"]
-        edit(model / "open_clip_config.json", model_cfg={**config, "text_cfg": {**config["text_cfg"], **change}})
+        edit(
+            model / "open_clip_config.json",
+            model_cfg={**config, "text_cfg": {**config["text_cfg"], **change}},
+        )
     elif change == "config.json":
         for path in model.glob("tokenizer*"):
             path.unlink()
@@ -114,7 +138,9 @@ def test_a_tokenizer_of_code_in_open_clip(
     assert "code of its own, which is not run" in told or change == "config.json"
 
 
-def test_a_text_model_of_code(evil: Path, text_encoder: Any, bert: dict[str, Any], answers: None) -> None:
+def test_a_text_model_of_code(
+    evil: Path, text_encoder: Any, bert: dict[str, Any], answers: None
+) -> None:
     canary, model = evil.parent / "canary", evil.parent / "model"
     text_encoder().save(model)
     _with_code(model)
@@ -137,18 +163,28 @@ def test_code_of_a_model_inside_a_model(evil: Path, text_encoder: Any, answers: 
     canary, model = evil.parent / "canary", evil.parent / "model"
     text_encoder().save(model)
     inner = {"model_type": "align_text_model", "auto_map": {"AutoModel": f"{evil}--evil.Model"}}
-    config = {"model_type": "vision-text-dual-encoder", "vision_config": {"model_type": "vit"}, "text_config": inner}
+    config = {
+        "model_type": "vision-text-dual-encoder",
+        "vision_config": {"model_type": "vit"},
+        "text_config": inner,
+    }
     edit(model / "config.json", **config)
     assert "requires you to execute custom code" in refuses(lambda: TextEncoder(str(model)), canary)
-    assert "requires you to execute custom code" in refuses(lambda: text_encoder(config=config), canary)
+    assert "requires you to execute custom code" in refuses(
+        lambda: text_encoder(config=config), canary
+    )
 
 
 @pytest.mark.slow
-def test_other_hooks_of_a_text_model(text_encoder: Any, bert: dict[str, Any], tmp_path: Path) -> None:
+def test_other_hooks_of_a_text_model(
+    text_encoder: Any, bert: dict[str, Any], tmp_path: Path
+) -> None:
     canary, model = tmp_path / "canary", tmp_path / "model"
     text_encoder().save(model)
     edit(model / "config.json", attn_implementation="evil/kernel")
-    assert "attn_implementation 'evil/kernel' is code from the hub" in refuses(lambda: load_model(model), canary)
+    assert "attn_implementation 'evil/kernel' is code from the hub" in refuses(
+        lambda: load_model(model), canary
+    )
     config = {**bert, "attn_implementation": "evil/kernel"}
     assert "is code from the hub" in refuses(lambda: text_encoder(config=config), canary)
     edit(model / "config.json", attn_implementation="eager")
@@ -157,8 +193,12 @@ def test_other_hooks_of_a_text_model(text_encoder: Any, bert: dict[str, Any], tm
     assert "adapters of another model; merge them" in refuses(lambda: load_model(model), canary)
 
 
-@pytest.mark.parametrize("change", [{"type": "evil.Transformer"}, {"type": "evil.models.Pooling"}, {"path": "../evil"}])
-def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_encoder: Any) -> None:
+@pytest.mark.parametrize(
+    "change", [{"type": "evil.Transformer"}, {"type": "evil.models.Pooling"}, {"path": "../evil"}]
+)
+def test_modules_of_a_sentence_folder(
+    change: dict[str, str], evil: Path, text_encoder: Any
+) -> None:
     canary, model = evil.parent / "canary", evil.parent / "model"
     text_encoder().save(model)
     modules = json.loads((model / "modules.json").read_text())
@@ -171,8 +211,16 @@ def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_e
 @pytest.mark.parametrize(
     ("file", "changes", "message"),
     [
-        ("2_Dense/config.json", {"activation_function": "torch.hub.load"}, "is no activation of torch.nn"),
-        ("2_Dense/config.json", {"activation_function": "evil.Tokenizer"}, "is no activation of torch.nn"),
+        (
+            "2_Dense/config.json",
+            {"activation_function": "torch.hub.load"},
+            "is no activation of torch.nn",
+        ),
+        (
+            "2_Dense/config.json",
+            {"activation_function": "evil.Tokenizer"},
+            "is no activation of torch.nn",
+        ),
         (
             "sentence_bert_config.json",
             {"model_kwargs": {"trust_remote_code": True}},
@@ -180,8 +228,16 @@ def test_modules_of_a_sentence_folder(change: dict[str, str], evil: Path, text_e
         ),
         ("sentence_bert_config.json", {"tokenizer_args": {"cache_dir": "x"}}, "would be passed on"),
         ("sentence_bert_config.json", {"tokenizer_name_or_path": "evil"}, "would be passed on"),
-        ("sentence_bert_config.json", {"modality_config": {"text": {"method": "push_to_hub"}}}, "other than forward"),
-        ("config.json", {"text_config": {"_attn_implementation": "evil/kernel"}}, "'evil/kernel' is code from the hub"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "push_to_hub"}}},
+            "other than forward",
+        ),
+        (
+            "config.json",
+            {"text_config": {"_attn_implementation": "evil/kernel"}},
+            "'evil/kernel' is code from the hub",
+        ),
         ("adapter_config.json", {"base_model_name_or_path": "evil"}, "adapters of another model"),
     ],
 )
@@ -191,7 +247,12 @@ def test_settings_of_a_sentence_folder(
     canary, model = evil.parent / "canary", evil.parent / "model"
     with_map(text_encoder(), VectorTower("linear", 32, 20, None)).save(model)
     load_model(model)
-    edit(model / next(model.glob("*_Dense")).name / "config.json" if "Dense" in file else model / file, **changes)
+    edit(
+        model / next(model.glob("*_Dense")).name / "config.json"
+        if "Dense" in file
+        else model / file,
+        **changes,
+    )
     assert message in refuses(lambda: load_model(model), canary)
 
 
@@ -219,7 +280,12 @@ def test_modules_inside_a_router(attack: str, evil: Path, text_encoder: Any) -> 
     else:
         edit(dense / "config.json", activation_function="torch.utils.data.dataset.random_split")
     path.write_text(json.dumps(config))
-    messages = ("is not supported", "is no path in the folder", "safetensors first", "is no activation of torch.nn")
+    messages = (
+        "is not supported",
+        "is no path in the folder",
+        "safetensors first",
+        "is no activation of torch.nn",
+    )
     assert any(message in refuses(lambda: load_model(model), canary) for message in messages)
 
 

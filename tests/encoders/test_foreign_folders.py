@@ -1,4 +1,5 @@
-"""Folders as others publish them: what is missing, left over, quantized, of another purpose, or of absurd size."""
+"""Folders as others publish them: what is missing, left over, quantized, of another purpose, or of
+absurd size."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from sentence_transformers import SentenceTransformer
 from dualenc.cli import main
 from dualenc.encoders import DualEncoder, ImageTextEncoder, StaticEncoder, TextEncoder, load_model
 from dualenc.errors import DualencError
-from dualenc.search.embed import tower_checksum
+from dualenc.search.embed.encode import tower_checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +46,9 @@ def change(file: Path, **values: Any) -> None:
 def drop_weights(file: Path, *parts: str) -> None:
     """Remove the weights whose names contain one of these texts."""
     weights = load_file(file)
-    left = {name: weight for name, weight in weights.items() if not any(part in name for part in parts)}
+    left = {
+        name: weight for name, weight in weights.items() if not any(part in name for part in parts)
+    }
     assert len(left) < len(weights)
     save_file(left, file, metadata={"format": "pt"})
 
@@ -60,21 +63,33 @@ def checksum(folder: Path) -> str:
     return tower_checksum(load_model(folder).left)
 
 
-def test_without_a_pooler_the_checksum_is_the_same_at_each_load_and_after_saving(folder: Path, tmp_path: Path) -> None:
+def test_without_a_pooler_the_checksum_is_the_same_at_each_load_and_after_saving(
+    folder: Path, tmp_path: Path
+) -> None:
     expected = load_model(folder).encode(TEXTS)
     drop_weights(folder / "model.safetensors", "pooler")
     model = load_model(folder)
     np.testing.assert_array_equal(model.encode(TEXTS), expected)
     model.save(tmp_path / "saved")
-    sums = {checksum(folder), checksum(folder), checksum(tmp_path / "saved"), tower_checksum(model.left)}
+    sums = {
+        checksum(folder),
+        checksum(folder),
+        checksum(tmp_path / "saved"),
+        tower_checksum(model.left),
+    }
     assert len(sums) == 1
 
 
 def test_an_index_of_a_model_without_a_pooler_is_searched(folder: Path, tmp_path: Path) -> None:
     drop_weights(folder / "model.safetensors", "pooler")
-    (tmp_path / "d.jsonl").write_text('{"id": "1", "text": "a cat"}\n{"id": "2", "text": "a dog"}\n')
+    (tmp_path / "d.jsonl").write_text(
+        '{"id": "1", "text": "a cat"}\n{"id": "2", "text": "a dog"}\n'
+    )
     index = str(tmp_path / "index")
-    assert main(["index", str(folder), str(tmp_path / "d.jsonl"), "--out", index, "--factory", "Flat"]) == 0
+    assert (
+        main(["index", str(folder), str(tmp_path / "d.jsonl"), "--out", index, "--factory", "Flat"])
+        == 0
+    )
     assert main(["search", index, "cat"]) == 0
 
 
@@ -85,7 +100,9 @@ def test_a_complete_model_keeps_its_checksum(minilm: Path) -> None:
 
 def test_weights_that_vectors_depend_on_are_named(folder: Path) -> None:
     drop_weights(folder / "model.safetensors", "pooler", "layer.1.attention.self.key")
-    with pytest.raises(DualencError, match=r"bert: 2 weights are missing, encoder.layer.1.attention.self.key.bias"):
+    with pytest.raises(
+        DualencError, match=r"bert: 2 weights are missing, encoder.layer.1.attention.self.key.bias"
+    ):
         load_model(folder)
 
 
@@ -108,7 +125,11 @@ def timm_folder(tmp_path: Path) -> Path:
     model = timm.create_model("test_resnet", num_classes=10)
     names = ("input_size", "mean", "std", "interpolation", "crop_pct", "first_conv", "classifier")
     known = {name: model.pretrained_cfg[name] for name in names}
-    config = {"architecture": "test_resnet", "num_classes": 10, "pretrained_cfg": {**known, "num_classes": 10}}
+    config = {
+        "architecture": "test_resnet",
+        "num_classes": 10,
+        "pretrained_cfg": {**known, "num_classes": 10},
+    }
     (tmp_path / "timm" / "config.json").write_text(json.dumps(config))
     save_file(model.state_dict(), tmp_path / "timm" / "model.safetensors")
     return tmp_path / "timm"
@@ -143,7 +164,9 @@ def test_a_token_without_a_vector_is_refused_when_the_model_is_loaded(folder: Pa
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["zebra"])
     tokenizer.save_pretrained(folder)
-    with pytest.raises(DualencError, match=r"bert: the tokenizer gives 'zebra' the id 300, but the model has 300 v"):
+    with pytest.raises(
+        DualencError, match=r"bert: the tokenizer gives 'zebra' the id 300, but the model has 300 v"
+    ):
         load_model(folder)
 
 
@@ -152,11 +175,15 @@ def test_a_padding_token_without_a_vector_is_refused_when_an_image_text_model_is
 ) -> None:
     ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path / "clip")
     change(tmp_path / "clip" / "tokenizer_config.json", pad_token="zebra")
-    with pytest.raises(DualencError, match="the tokenizer gives the id 300, but the model has 300 token vectors"):
+    with pytest.raises(
+        DualencError, match="the tokenizer gives the id 300, but the model has 300 token vectors"
+    ):
         load_model(tmp_path / "clip")
 
 
-def test_a_static_table_has_a_row_for_each_token(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_a_static_table_has_a_row_for_each_token(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     StaticEncoder(tokenizer=tokenizer, dim=8).save(tmp_path / "static")
     file = tmp_path / "static" / "model.safetensors"
     save_file({"embedding.weight": load_file(file)["embedding.weight"][:-1].clone()}, file)
@@ -168,7 +195,10 @@ def test_a_quantized_table_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_pa
     StaticEncoder(tokenizer=tokenizer, dim=8).save(tmp_path / "static")
     file = tmp_path / "static" / "model.safetensors"
     save_file({"embeddings": (load_file(file)["embedding.weight"] * 30).to(torch.int8)}, file)
-    with pytest.raises(DualencError, match=r"embeddings is quantized to I8; save it in float32 \(model2vec: quantize"):
+    with pytest.raises(
+        DualencError,
+        match=r"embeddings is quantized to I8; save it in float32 \(model2vec: quantize",
+    ):
         load_model(tmp_path / "static")
 
 
@@ -181,12 +211,17 @@ def test_a_quantized_table_is_refused(tokenizer: PreTrainedTokenizerBase, tmp_pa
         ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}),
     ],
 )
-def test_a_cross_encoder_makes_no_vectors(folder: Path, file: str, values: Mapping[str, Any]) -> None:
+def test_a_cross_encoder_makes_no_vectors(
+    folder: Path, file: str, values: Mapping[str, Any]
+) -> None:
     if file == "config.json":
         as_transformers(folder)
     assert load_model(folder).encode(TEXTS).shape == (2, 32)
     change(folder / file, **values)
-    with pytest.raises(DualencError, match="a model of scores or labels for texts, not of vectors; rerank results wi"):
+    with pytest.raises(
+        DualencError,
+        match="a model of scores or labels for texts, not of vectors; rerank results wi",
+    ):
         load_model(folder)
 
 
@@ -217,7 +252,9 @@ def test_settings_of_older_models_are_left_out_and_vectors_stay(
 
 
 @pytest.mark.parametrize("kind", ["query-document", "image-text", "image"])
-def test_a_model_is_as_before_once_it_was_found_savable(build: Callable[[str], DualEncoder], kind: str) -> None:
+def test_a_model_is_as_before_once_it_was_found_savable(
+    build: Callable[[str], DualEncoder], kind: str
+) -> None:
     model = build(kind)
     before = tower_checksum(model.left)
     model.check_savable()
@@ -227,7 +264,9 @@ def test_a_model_is_as_before_once_it_was_found_savable(build: Callable[[str], D
 def test_what_cannot_be_saved_is_found(text_encoder: Callable[..., TextEncoder]) -> None:
     model = text_encoder()
     model.left.backbone.config.num_beams = 4
-    with pytest.raises(DualencError, match=r"the model cannot be saved \(Some generation parameters are set"):
+    with pytest.raises(
+        DualencError, match=r"the model cannot be saved \(Some generation parameters are set"
+    ):
         model.check_savable()
 
 
@@ -259,7 +298,12 @@ def set_value(file: Path, path: tuple[str, ...], value: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "file", "path", "value"), SIZES)
 def test_absurd_sizes_are_refused_before_anything_is_built(
-    build: Callable[[str], DualEncoder], tmp_path: Path, kind: str, file: str, path: tuple[str, ...], value: Any
+    build: Callable[[str], DualEncoder],
+    tmp_path: Path,
+    kind: str,
+    file: str,
+    path: tuple[str, ...],
+    value: Any,
 ) -> None:
     build(kind).save(tmp_path / "model")
     set_value(tmp_path / "model" / file, path, value)
@@ -283,7 +327,10 @@ def values_of(settings: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]
 
 def use(folder: Path) -> None:
     """Load a model and encode with it, by both sides."""
-    items = {"text": ["a Dog", "", "x " * 60], "image": [Image.new("RGB", (50, 40)), Image.new("RGB", (20, 90))]}
+    items = {
+        "text": ["a Dog", "", "x " * 60],
+        "image": [Image.new("RGB", (50, 40)), Image.new("RGB", (20, 90))],
+    }
     model = load_model(folder)
     for side in ("left", "right"):
         model.encode(items[model.tower(side).modality], side)  # type: ignore[arg-type]

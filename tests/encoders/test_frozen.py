@@ -1,4 +1,5 @@
-"""Encoders of queries over an index: maps as modules, folders, training, interpolation, refusals."""
+"""Encoders of queries over an index: maps as modules, folders, training, interpolation,
+refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +16,15 @@ from sentence_transformers import SentenceTransformer
 from torch.nn import functional as F
 
 from dualenc.data.pairs import PairDataset
-from dualenc.encoders import ImageEncoder, IndexEncoder, TextEncoder, VectorEncoder, interpolate, load_model, with_map
+from dualenc.encoders import (
+    ImageEncoder,
+    IndexEncoder,
+    TextEncoder,
+    VectorEncoder,
+    interpolate,
+    load_model,
+    with_map,
+)
 from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
@@ -28,7 +37,13 @@ VECTORS = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32) * 3
 
 def facts(**changes: Any) -> dict[str, Any]:
     """Facts about the documents of an index."""
-    known = {"model": "me/base", "model_checksum": "ab12", "side": "right", "dim": 32, "metric": "cosine"}
+    known = {
+        "model": "me/base",
+        "model_checksum": "ab12",
+        "side": "right",
+        "dim": 32,
+        "metric": "cosine",
+    }
     return {**known, **changes}
 
 
@@ -53,7 +68,9 @@ def text(text_encoder: Any) -> TextEncoder:
 @pytest.mark.parametrize("dim", [32, 5])
 def test_dense_and_its_modules_are_the_formula_which_begins_as_the_identity(dim: int) -> None:
     new = VectorTower("dense", 32, 32, 9)
-    torch.testing.assert_close(new(rows()), F.normalize(torch.from_numpy(VECTORS)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        new(rows()), F.normalize(torch.from_numpy(VECTORS)), atol=1e-6, rtol=0
+    )
     tower = shaken(VectorTower("dense", 32, dim, 9))
     w = {name.removeprefix("map."): weight.double() for name, weight in tower.state_dict().items()}
     x = math.sqrt(32) * F.normalize(torch.from_numpy(VECTORS).double())
@@ -78,12 +95,18 @@ def test_a_mapped_minilm_opens_in_sentence_transformers(
     expected = tower(rows(base.encode_query(texts))).detach().numpy()
     model.save(tmp_path / "model")
     other = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode(texts)
-    for queries in (model.encode_query(texts), other, load_model(tmp_path / "model").encode_query(texts)):
+    for queries in (
+        model.encode_query(texts),
+        other,
+        load_model(tmp_path / "model").encode_query(texts),
+    ):
         np.testing.assert_allclose(queries, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("prompt", ["ask: ", ""])
-def test_a_text_folder_keeps_all(text_encoder: Any, texts: list[str], tmp_path: Path, prompt: str) -> None:
+def test_a_text_folder_keeps_all(
+    text_encoder: Any, texts: list[str], tmp_path: Path, prompt: str
+) -> None:
     model = IndexEncoder(text_encoder(query_prompt=prompt, shared=False), facts())
     model.trained_ids = ["7", "é"]
     model.prompts = {"web_query": "web: "}
@@ -92,19 +115,32 @@ def test_a_text_folder_keeps_all(text_encoder: Any, texts: list[str], tmp_path: 
     again: Any = load_model(tmp_path / "one")
     assert (again.documents, again.trained_ids) == (facts(), ["7", "é"])
     other = SentenceTransformer(str(tmp_path / "one"), device="cpu")
-    assert (other.default_prompt_name, other.prompts["web_query"]) == ("query" if prompt else None, "web: ")
+    assert (other.default_prompt_name, other.prompts["web_query"]) == (
+        "query" if prompt else None,
+        "web: ",
+    )
     np.testing.assert_allclose(again.encode_query(texts), other.encode(texts), atol=1e-5)
     for loaded in (again, TextEncoder(str(tmp_path / "one"))):
         assert np.array_equal(loaded.encode_query(texts), queries)
     again.save(tmp_path / "two" / "one", card={"license": "apache-2.0"})
-    for name in ("README.md", "dualenc.json", "trained_documents.json", "modules.json", "model.safetensors"):
-        assert (tmp_path / "two" / "one" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+    for name in (
+        "README.md",
+        "dualenc.json",
+        "trained_documents.json",
+        "modules.json",
+        "model.safetensors",
+    ):
+        assert (tmp_path / "two" / "one" / name).read_bytes() == (
+            tmp_path / "one" / name
+        ).read_bytes(), name
 
 
 @pytest.mark.parametrize("kind", ["dense", "linear", "mlp", "identity"])
 def test_a_vector_folder_keeps_all(tmp_path: Path, kind: Any) -> None:
     size = 32 if kind == "identity" else 20
-    queries = VectorEncoder(size, tower=kind, dim=32, hidden=9, right_tower="linear", right_input_dim=32)
+    queries = VectorEncoder(
+        size, tower=kind, dim=32, hidden=9, right_tower="linear", right_input_dim=32
+    )
     shaken(queries.left)
     model = IndexEncoder(queries, facts(model=None, model_checksum=None, metric="ip"))
     assert model.num_parameters == sum(weight.numel() for weight in queries.left.parameters())
@@ -118,12 +154,16 @@ def test_a_vector_folder_keeps_all(tmp_path: Path, kind: Any) -> None:
     np.testing.assert_allclose(again.encode(VECTORS, "right"), unit, atol=1e-6)
 
 
-def test_queries_are_cut_to_an_index_of_first_components(text: TextEncoder, texts: list[str], tmp_path: Path) -> None:
+def test_queries_are_cut_to_an_index_of_first_components(
+    text: TextEncoder, texts: list[str], tmp_path: Path
+) -> None:
     whole = text.encode_query(texts)[:, :12]
     expected = whole / np.linalg.norm(whole, axis=1, keepdims=True)
     IndexEncoder(text, facts(dim=12)).save(tmp_path / "model")
     assert text.dim == 32
-    np.testing.assert_allclose(load_model(tmp_path / "model").encode_query(texts), expected, atol=1e-6)
+    np.testing.assert_allclose(
+        load_model(tmp_path / "model").encode_query(texts), expected, atol=1e-6
+    )
 
 
 def test_a_map_to_another_size_is_that_of_both_sides(text: TextEncoder, texts: list[str]) -> None:
@@ -138,16 +178,24 @@ def test_a_map_to_another_size_is_that_of_both_sides(text: TextEncoder, texts: l
 
 
 @pytest.mark.parametrize("dim", [20, 40])
-def test_a_map_of_the_first_components(text: TextEncoder, texts: list[str], tmp_path: Path, dim: int) -> None:
-    """Of an index of cut vectors: both sides are cut, scaled to length one and, where the size changes, mapped."""
+def test_a_map_of_the_first_components(
+    text: TextEncoder, texts: list[str], tmp_path: Path, dim: int
+) -> None:
+    """Of an index of cut vectors: both sides are cut, scaled to length one and, where the size
+    changes, mapped."""
     tower = shaken(VectorTower("dense", 20, dim, 9))
     mapped = with_map(text, tower)
-    queries, documents = (F.normalize(torch.from_numpy(text.encode(texts, side)[:, :20])) for side in ("left", "right"))
+    queries, documents = (
+        F.normalize(torch.from_numpy(text.encode(texts, side)[:, :20]))
+        for side in ("left", "right")
+    )
     expected = documents if dim == 20 else tower({"vector": documents}).detach()
     np.testing.assert_allclose(mapped.encode_document(texts), expected, atol=1e-6)
     IndexEncoder(mapped, facts(dim=dim)).save(tmp_path / "model")
     for model in (mapped, load_model(tmp_path / "model")):
-        np.testing.assert_allclose(model.encode_query(texts), tower({"vector": queries}).detach(), atol=1e-6)
+        np.testing.assert_allclose(
+            model.encode_query(texts), tower({"vector": queries}).detach(), atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -158,18 +206,30 @@ def test_training_moves_queries_alone_and_resumes_bit_for_bit(
 ) -> None:
     items: Any = list("dcbsgk") if kind == "text" else list(VECTORS[:6, ::-1].copy())
     right_id = [0, 2, 3, 4, 5, 6]
-    pairs = PairDataset(items, list(VECTORS), None, right_id, left_modality=kind, right_modality="vector")
+    pairs = PairDataset(
+        items, list(VECTORS), None, right_id, left_modality=kind, right_modality="vector"
+    )
 
     def untrained() -> IndexEncoder:
         torch.manual_seed(0)
-        return IndexEncoder(text_encoder() if kind == "text" else VectorEncoder(32, tower="dense"), facts())
+        return IndexEncoder(
+            text_encoder() if kind == "text" else VectorEncoder(32, tower="dense"), facts()
+        )
 
     def train(output: str, fails_at: int = 0, resume: bool = False) -> dict[str, torch.Tensor]:
         objective = InfoNCE(num_left=6, num_right=7)
         calls = itertools.count(1)
         objective.register_forward_pre_hook(lambda *_: 1 / 0 if next(calls) == fails_at else None)
-        settings = {"batch_size": 3, "max_steps": 3, "save_every": 1, "progress": False, "learning_rate": 0.01}
-        Trainer(output=tmp_path / output, **settings, **changes).fit(untrained(), pairs, objective, resume=resume)
+        settings = {
+            "batch_size": 3,
+            "max_steps": 3,
+            "save_every": 1,
+            "progress": False,
+            "learning_rate": 0.01,
+        }
+        Trainer(output=tmp_path / output, **settings, **changes).fit(
+            untrained(), pairs, objective, resume=resume
+        )
         return load_model(tmp_path / output / "model").state_dict()
 
     whole = train("whole")
@@ -181,11 +241,15 @@ def test_training_moves_queries_alone_and_resumes_bit_for_bit(
     assert all(name.startswith("left.") for name in whole)
 
 
-def test_interpolation_is_the_straight_line_between_weights(text_encoder: Any, tmp_path: Path) -> None:
+def test_interpolation_is_the_straight_line_between_weights(
+    text_encoder: Any, tmp_path: Path
+) -> None:
     pytest.importorskip("peft", reason="peft is not installed: pip install 'dualenc[lora]'")
     text_encoder().save(tmp_path / "base")
     original = IndexEncoder(TextEncoder(str(tmp_path / "base")), facts())
-    adapted = IndexEncoder(TextEncoder(str(tmp_path / "base"), lora_rank=2, lora_targets=["query"]), facts())
+    adapted = IndexEncoder(
+        TextEncoder(str(tmp_path / "base"), lora_rank=2, lora_targets=["query"]), facts()
+    )
     for weight in adapted.parameters():
         torch.nn.init.normal_(weight)
     state = interpolate(original, adapted, 0.25)
@@ -197,7 +261,12 @@ def test_interpolation_is_the_straight_line_between_weights(text_encoder: Any, t
         last = weights[name]
         layer = name.removesuffix("weight")
         if f"{layer}lora_A.default.weight" in weights:  # W + 2·BA
-            last = last + 2 * weights[f"{layer}lora_B.default.weight"] @ weights[f"{layer}lora_A.default.weight"]
+            last = (
+                last
+                + 2
+                * weights[f"{layer}lora_B.default.weight"]
+                @ weights[f"{layer}lora_A.default.weight"]
+            )
         torch.testing.assert_close(state[name], 0.25 * first + 0.75 * last, atol=1e-5, rtol=0)
     assert len(weights) == len(state) + 4
     counted = torch.nn.BatchNorm1d(2)
@@ -210,9 +279,13 @@ def test_interpolation_is_the_straight_line_between_weights(text_encoder: Any, t
 
 
 def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any) -> None:
-    with pytest.raises(DualencError, match="documents are the vectors of the index; embed new ones with me/base"):
+    with pytest.raises(
+        DualencError, match="documents are the vectors of the index; embed new ones with me/base"
+    ):
         IndexEncoder(text, facts()).encode_document(["a text"])
-    with pytest.raises(DualencError, match="index holds vectors of 40 numbers, but the query model gives 32"):
+    with pytest.raises(
+        DualencError, match="index holds vectors of 40 numbers, but the query model gives 32"
+    ):
         IndexEncoder(text, facts(dim=40))
     with pytest.raises(DualencError, match="queries are images"):
         IndexEncoder(ImageEncoder("test_resnet", image_size=32, projector_dim=4), facts())
@@ -220,7 +293,9 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         with_map(text, VectorTower("mlp", 32, 32, 4))
     with pytest.raises(DualencError, match="cuts its vectors to 12 numbers"):
         with_map(text_encoder(truncate_dim=12), VectorTower("linear", 12, 12, None))
-    with pytest.raises(DualencError, match="takes vectors of 40 numbers, but the text model gives 32"):
+    with pytest.raises(
+        DualencError, match="takes vectors of 40 numbers, but the text model gives 32"
+    ):
         with_map(text, VectorTower("linear", 40, 32, None))
 
 

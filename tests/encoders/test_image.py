@@ -1,4 +1,5 @@
-"""Image encoders against timm itself; training crops are functions of image and seed, and seeding stays local."""
+"""Image encoders against timm itself; training crops are functions of image and seed, and seeding
+stays local."""
 
 from __future__ import annotations
 
@@ -20,12 +21,20 @@ from dualenc.encoders import ImageEncoder, load_model
 from dualenc.encoders.image import ImagePrepare, seeded, seeded_transform
 from dualenc.errors import DualencError
 
-SMALL: dict[str, Any] = {"backbone": "resnet10t", "image_size": 16, "backbone_args": {"stem_type": ""}}
+SMALL: dict[str, Any] = {
+    "backbone": "resnet10t",
+    "image_size": 16,
+    "backbone_args": {"stem_type": ""},
+}
 
 BACKBONES: dict[str, dict[str, Any]] = {
     "plain": {"backbone": "test_resnet", "image_size": 80},
     "small-image stem": SMALL,
-    "transformer of fixed size": {"backbone": "test_vit", "image_size": 32, "backbone_args": {"patch_size": 8}},
+    "transformer of fixed size": {
+        "backbone": "test_vit",
+        "image_size": 32,
+        "backbone_args": {"patch_size": 8},
+    },
     "own normalisation": {"backbone": "test_convnext", "image_size": 32},
 }
 
@@ -43,7 +52,9 @@ def test_the_lines_of_the_model_card_load_the_backbone_in_timm_with_equal_featur
 ) -> None:
     model.save(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    lines = re.findall(r"With timm:\n\n```python\n(.*?)```", Path("model/README.md").read_text(), flags=re.DOTALL)[0]
+    lines = re.findall(
+        r"With timm:\n\n```python\n(.*?)```", Path("model/README.md").read_text(), flags=re.DOTALL
+    )[0]
     assert "dualenc" not in lines
     theirs: dict[str, Any] = {}
     exec(lines, theirs)
@@ -74,7 +85,8 @@ def test_reloaded_model_is_the_same_with_its_projector(
 
 @pytest.mark.parametrize("backbone", ["eva02_tiny_patch14_224", "test_vit", "test_resnet"])
 def test_another_image_size_is_that_of_the_saved_model(backbone: str, tmp_path: Path) -> None:
-    """Also where timm does not take it from the configuration; a saved model opens at yet another size."""
+    """Also where timm does not take it from the configuration; a saved model opens at yet another
+    size."""
     small = {"depth": 1, "embed_dim": 24, "num_heads": 2} if "eva" in backbone else {}
     model = ImageEncoder(backbone, image_size=112, projector_dim=None, backbone_args=small)
     model.save(tmp_path / "model")
@@ -86,11 +98,16 @@ def test_another_image_size_is_that_of_the_saved_model(backbone: str, tmp_path: 
         assert size == 224 or torch.equal(model("left", pixels), again("left", pixels))
 
 
-def test_training_compares_the_projector_and_probes_see_the_backbone(images: list[Image.Image]) -> None:
+def test_training_compares_the_projector_and_probes_see_the_backbone(
+    images: list[Image.Image],
+) -> None:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=8)
     linears = [layer for layer in model.left.projector if isinstance(layer, nn.Linear)]
     size = model.left.feature_dim
-    assert [(layer.in_features, layer.out_features) for layer in linears] == [(size, size), (size, 8)]
+    assert [(layer.in_features, layer.out_features) for layer in linears] == [
+        (size, size),
+        (size, 8),
+    ]
     inputs = model.left.prepare(images)
     expected = model.left.projector(model.left.features(inputs))
     torch.testing.assert_close(model("left", inputs), nn.functional.normalize(expected, dim=1))
@@ -106,7 +123,9 @@ def test_vectors_are_unit_norm_float32_also_in_bfloat16(images: list[Image.Image
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
 
 
-def test_without_projector_the_features_are_compared(images: list[Image.Image], tmp_path: Path) -> None:
+def test_without_projector_the_features_are_compared(
+    images: list[Image.Image], tmp_path: Path
+) -> None:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=None)
     inputs = model.left.prepare(images)
     expected = nn.functional.normalize(model.left.features(inputs), dim=1)
@@ -116,13 +135,17 @@ def test_without_projector_the_features_are_compared(images: list[Image.Image], 
     assert torch.equal(load_model(tmp_path / "model")("left", inputs), model("left", inputs))
 
 
-def test_an_augmentation_of_ones_own_is_normalised(images: list[Image.Image], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_augmentation_of_ones_own_is_normalised(
+    images: list[Image.Image], caplog: pytest.LogCaptureFixture
+) -> None:
     def white(image: Image.Image, seed: int) -> torch.Tensor:
         return torch.full((3, 8, 8), float(seed))
 
     model = ImageEncoder("test_resnet", image_size=32, augment=white)
     mean, std = (torch.tensor(model.data_config[name]) for name in ("mean", "std"))
-    assert torch.allclose(model.left.prepare(images[:1], seeds=[1])["image"][0, :, 0, 0], (1 - mean) / std)
+    assert torch.allclose(
+        model.left.prepare(images[:1], seeds=[1])["image"][0, :, 0, 0], (1 - mean) / std
+    )
     assert "views to train on have 8x8 pixels, images to encode 32x32" in caplog.text
 
 
@@ -131,7 +154,9 @@ def test_a_saved_model_trains_on_with_its_projector(tmp_path: Path) -> None:
     model.save(tmp_path)
     for name in (str(tmp_path), f"local-dir:{tmp_path}"):
         again = ImageEncoder(name, projector_dim=16)
-        assert all(map(torch.equal, model.left.projector.parameters(), again.left.projector.parameters()))
+        assert all(
+            map(torch.equal, model.left.projector.parameters(), again.left.projector.parameters())
+        )
     assert ImageEncoder(str(tmp_path), projector_dim=8).dim == 8
 
 
@@ -148,7 +173,10 @@ def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
     [
         ({"projector_dim": 0}, "projector_dim is 0"),
         ({"image_size": 0}, "does not encode an image"),
-        ({"backbone": "test_vit", "small_image_stem": True}, "has no stem that small_image_stem could replace"),
+        (
+            {"backbone": "test_vit", "small_image_stem": True},
+            "has no stem that small_image_stem could replace",
+        ),
         ({"backbone_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"backbone": "./no-such-folder"}, "no such folder"),
     ],
@@ -187,10 +215,14 @@ def test_seeding_is_local() -> None:
 @pytest.fixture
 def prepare() -> ImagePrepare:
     crops = v2.Compose([v2.RandomResizedCrop(8), TO_PIXELS])
-    return ImagePrepare(v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), partial(seeded_transform, transform=crops), {})
+    return ImagePrepare(
+        v2.Compose([v2.Resize((8, 8)), TO_PIXELS]), partial(seeded_transform, transform=crops), {}
+    )
 
 
-def test_views_do_not_depend_on_company_or_worker(prepare: ImagePrepare, images: list[Image.Image]) -> None:
+def test_views_do_not_depend_on_company_or_worker(
+    prepare: ImagePrepare, images: list[Image.Image]
+) -> None:
     together = prepare(images, seeds=[5, 6, 7])["image"]
     assert together.shape == (3, 3, 8, 8)
     elsewhere = pickle.loads(pickle.dumps(prepare))

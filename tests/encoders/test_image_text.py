@@ -22,7 +22,9 @@ HUGE_TEXT = "very " * 200 + "long"
 
 
 @pytest.fixture(params=["open_clip's tokenizer", "own tokenizer", "custom text tower"])
-def model(request: pytest.FixtureRequest, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> ImageTextEncoder:
+def model(
+    request: pytest.FixtureRequest, clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> ImageTextEncoder:
     torch.manual_seed(0)
     if request.param == "custom text tower":
         clip["custom_text"] = True
@@ -32,15 +34,21 @@ def model(request: pytest.FixtureRequest, clip: dict[str, Any], tokenizer: PreTr
 
 @pytest.mark.parametrize("trained_with", [nn.GELU, QuickGELU])
 def test_weights_by_a_tag_get_the_activation_that_they_were_trained_with(
-    clip: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained_with: type[nn.Module]
+    clip: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained_with: type[nn.Module],
 ) -> None:
-    """open_clip's tags of ViT-B-32 need QuickGELU, and open_clip only warns; the saved folder says so."""
+    """open_clip's tags of ViT-B-32 need QuickGELU, and open_clip only warns; the saved folder says
+    so."""
     ImageTextEncoder(config=clip).save(tmp_path / "theirs")
     weights = tmp_path / "theirs" / "open_clip_model.safetensors"
     tag = {"url": "", "quick_gelu": trained_with is QuickGELU}
     monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny", clip)
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "tiny", {"tag": tag})
-    monkeypatch.setattr(open_clip.factory, "download_pretrained", lambda *args, **options: str(weights))
+    monkeypatch.setattr(
+        open_clip.factory, "download_pretrained", lambda *args, **options: str(weights)
+    )
     model = ImageTextEncoder("tiny", "tag")
     model.save(tmp_path / "ours")
     for each in (model, load_model(tmp_path / "ours")):
@@ -51,9 +59,20 @@ def test_weights_by_a_tag_get_the_activation_that_they_were_trained_with(
 
 
 def siglip(clip: dict[str, Any]) -> dict[str, Any]:
-    """SigLIP as open_clip configures it, small: a timm tower, a bias, texts without causal mask read at their end."""
-    text = {"no_causal_mask": True, "proj_bias": True, "pool_type": "last", "norm_kwargs": {"eps": 1e-6}}
-    vision = {"timm_model_name": "test_vit", "timm_pool": "avg", "timm_proj": "linear", "image_size": 32}
+    """SigLIP as open_clip configures it, small: a timm tower, a bias, texts without causal mask
+    read at their end."""
+    text = {
+        "no_causal_mask": True,
+        "proj_bias": True,
+        "pool_type": "last",
+        "norm_kwargs": {"eps": 1e-6},
+    }
+    vision = {
+        "timm_model_name": "test_vit",
+        "timm_pool": "avg",
+        "timm_proj": "linear",
+        "image_size": 32,
+    }
     return {
         "embed_dim": 24,
         "custom_text": True,
@@ -141,7 +160,9 @@ def test_short_texts_cost_less_and_gradients_are_the_same(model: ImageTextEncode
     for tokens in (short, whole):
         model.zero_grad()
         model("right", {"text": tokens})[:, 0].sum().backward()
-        gradients.append({n: p.grad.clone() for n, p in model.right.named_parameters() if p.grad is not None})
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.right.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name])
@@ -149,7 +170,9 @@ def test_short_texts_cost_less_and_gradients_are_the_same(model: ImageTextEncode
 
 def test_towers_hold_every_weight_once(clip: dict[str, Any]) -> None:
     model = ImageTextEncoder(config=clip)
-    reference = open_clip.model.CLIP(**{k: clip[k] for k in ("embed_dim", "vision_cfg", "text_cfg")})
+    reference = open_clip.model.CLIP(
+        **{k: clip[k] for k in ("embed_dim", "vision_cfg", "text_cfg")}
+    )
     assert model.num_parameters == sum(p.numel() for p in reference.parameters())
     assert len(model.state_dict()) == len(reference.state_dict())
     assert not model.shares_weights
@@ -182,17 +205,22 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> N
         ImageTextEncoder(**arguments)
 
 
-def test_a_tokenizer_without_an_end_token_is_refused(clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_tokenizer_without_an_end_token_is_refused(
+    clip: dict[str, Any], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """The vector would be read at whatever token the word "a" has."""
     tokenizer.backend_tokenizer.post_processor = ByteLevel()
-    with pytest.raises(DualencError, match=r"puts no end token behind a text.*; give it a post-processor"):
+    with pytest.raises(
+        DualencError, match=r"puts no end token behind a text.*; give it a post-processor"
+    ):
         ImageTextEncoder(config=clip, tokenizer=tokenizer)
     clip["text_cfg"] |= {"pool_type": "last", "eos_id": 0}
     ImageTextEncoder(config=clip, tokenizer=tokenizer)
 
 
 def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_path: Path) -> None:
-    """Of towers of timm that take one size; those of open_clip are resized, and convolutions take any."""
+    """Of towers of timm that take one size; those of open_clip are resized, and convolutions take
+    any."""
     tower = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
     whole = {**clip, "vision_cfg": {**tower, "image_size": 224}}
     message = r"image_size is 96, and vit_tiny_patch16_224 takes images of 224 pixels; leave it out"
@@ -202,9 +230,19 @@ def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_pa
     ImageTextEncoder(config=whole, image_size=224).save(tmp_path / "model")
     with pytest.raises(DualencError, match=message):
         ImageTextEncoder(str(tmp_path / "model"), image_size=96)
-    convolutions = {"timm_model_name": "test_resnet", "timm_pool": "avg", "timm_proj": "linear", "image_size": 160}
-    ImageTextEncoder(config={**clip, "vision_cfg": convolutions}, image_size=64).save(tmp_path / "small")
-    assert load_model(tmp_path / "small").left.prepare([Image.new("RGB", (60, 50))])["image"].shape[-1] == 64
+    convolutions = {
+        "timm_model_name": "test_resnet",
+        "timm_pool": "avg",
+        "timm_proj": "linear",
+        "image_size": 160,
+    }
+    ImageTextEncoder(config={**clip, "vision_cfg": convolutions}, image_size=64).save(
+        tmp_path / "small"
+    )
+    assert (
+        load_model(tmp_path / "small").left.prepare([Image.new("RGB", (60, 50))])["image"].shape[-1]
+        == 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +252,9 @@ def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_pa
         ("text_cfg", {"vocab_size": 100}, "open_clip's tokenizer needs 49408"),
     ],
 )
-def test_unfit_configurations(clip: dict[str, Any], section: str, change: dict[str, Any], message: str) -> None:
+def test_unfit_configurations(
+    clip: dict[str, Any], section: str, change: dict[str, Any], message: str
+) -> None:
     clip[section] |= change
     with pytest.raises(DualencError, match=message):
         ImageTextEncoder(config=clip)

@@ -14,7 +14,11 @@ def padded(lengths, left=False):
     for row, length in enumerate(lengths):
         start = width - length if left else 0
         ids[row, start : start + length] = torch.arange(1, length + 1)
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.arange(len(lengths))}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": torch.arange(len(lengths)),
+    }
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 13), st.booleans())

@@ -62,7 +62,9 @@ def test_corrupt_weights(saved: Callable[[str], Path], kind: str, file: str) -> 
         ("config.json", "{}", "names no timm architecture"),
     ],
 )
-def test_broken_descriptions(saved: Callable[[str], Path], file: str, text: str, message: str) -> None:
+def test_broken_descriptions(
+    saved: Callable[[str], Path], file: str, text: str, message: str
+) -> None:
     folder = saved("image")
     (folder / file).write_text(text)
     with pytest.raises(DualencError, match=message):
@@ -86,7 +88,9 @@ def test_names_of_nothing(name: str, message: str) -> None:
 
 
 def test_an_image_text_model_of_transformers_is_told_where_to_go(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "siglip", "text_config": {}, "vision_config": {}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "siglip", "text_config": {}, "vision_config": {}}'
+    )
     with pytest.raises(DualencError, match="give the same model by its open_clip name"):
         load_model(tmp_path)
 
@@ -96,7 +100,9 @@ def test_unknown_device(saved: Callable[[str], Path]) -> None:
         load_model(saved("image"), device="warp")
 
 
-def test_hub_names_are_fetched_without_code(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_are_fetched_without_code(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved("query-document")
     asked: dict[str, Any] = {}
 
@@ -130,7 +136,10 @@ def test_loading_is_quiet_and_leaves_logging_as_it_was(
     try:
         load_model(folder)
         assert capfd.readouterr() == ("", "")
-        assert (logging.root.manager.disable, progress.is_progress_bar_enabled()) == (logging.INFO, True)
+        assert (logging.root.manager.disable, progress.is_progress_bar_enabled()) == (
+            logging.INFO,
+            True,
+        )
     finally:
         logging.disable(before[0])
         if not before[1]:

@@ -48,7 +48,9 @@ def test_only_adapters_train(model: TextEncoder) -> None:
 def test_unfit_arguments(text_encoder: Any, arguments: Any, message: str) -> None:
     with pytest.raises(DualencError, match=message):
         text_encoder(**arguments)
-    with pytest.raises(DualencError, match=r"LoRA of rank 2.*'nothing'.* not found in the base model"):
+    with pytest.raises(
+        DualencError, match=r"LoRA of rank 2.*'nothing'.* not found in the base model"
+    ):
         add_adapters(torch.nn.Sequential(torch.nn.Linear(2, 2)), 2, targets=["nothing"])
 
 
@@ -69,7 +71,9 @@ def test_a_step_moves_adapters_alone_and_the_saved_model_has_them_merged(
 
 
 @pytest.mark.slow
-def test_what_adapters_leave_alone_may_be_in_bfloat16(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
+def test_what_adapters_leave_alone_may_be_in_bfloat16(
+    text_encoder: Any, texts: list[str], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = text_encoder(lora_rank=2, dtype="bfloat16")
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
@@ -87,7 +91,9 @@ def test_what_adapters_leave_alone_may_be_in_bfloat16(text_encoder: Any, texts: 
     assert (load_model(tmp_path / "model")("left", inputs) - embedded).abs().max() < 0.02
 
 
-def test_a_dense_behind_a_transformer_in_bfloat16(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
+def test_a_dense_behind_a_transformer_in_bfloat16(
+    text_encoder: Any, texts: list[str], tmp_path: Path
+) -> None:
     text_encoder().save(tmp_path / "base")
     modules = [*SentenceTransformer(str(tmp_path / "base"), device="cpu"), Dense(32, 8)]
     SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "theirs"))
@@ -98,7 +104,10 @@ def test_a_dense_behind_a_transformer_in_bfloat16(text_encoder: Any, texts: list
     assert np.abs(model.encode_query(texts) - whole).max() < 0.02
     model.save(tmp_path / "model")
     assert np.abs(load_model(tmp_path / "model").encode_query(texts) - whole).max() < 0.02
-    assert np.abs(SentenceTransformer(str(tmp_path / "model")).encode_query(texts) - whole).max() < 0.02
+    assert (
+        np.abs(SentenceTransformer(str(tmp_path / "model")).encode_query(texts) - whole).max()
+        < 0.02
+    )
 
 
 def trained_a_little(model: DualEncoder, left: list[Any], right: list[str]) -> list[torch.Tensor]:
@@ -113,7 +122,9 @@ def trained_a_little(model: DualEncoder, left: list[Any], right: list[str]) -> l
     trained = [p for p in model.parameters() if p.requires_grad]
     assert all(p.grad is not None for p in trained)
     torch.optim.SGD(trained, lr=0.1).step()
-    assert all(torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen)
+    assert all(
+        torch.equal(frozen[name], p) for name, p in model.named_parameters() if name in frozen
+    )
     with torch.no_grad():
         return [model("left", inputs[0]), model("right", inputs[1])]
 
@@ -129,7 +140,11 @@ def test_both_towers_of_open_clip(
     assert all("lora_" in name for name in names)
     for part in ("left.visual.transformer.resblocks.0", "right.clip.text.transformer.resblocks.1"):
         part = part if custom_text else part.replace(".text.", ".")
-        layers = {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in names if name.startswith(part)}
+        layers = {
+            name.removeprefix(f"{part}.").partition(".lora_")[0]
+            for name in names
+            if name.startswith(part)
+        }
         assert layers == {"attn", "mlp.c_fc", "mlp.c_proj"}
     expected = trained_a_little(model, images, texts)
     model.save(tmp_path / "model")
@@ -145,25 +160,37 @@ def test_both_towers_of_open_clip(
 
 
 def test_a_tower_whose_layers_are_never_called_is_refused(clip: dict[str, Any]) -> None:
-    """CLIP's ResNets have no other layers than those of their pooling, which reads the weights alone."""
-    clip["vision_cfg"] = {"image_size": 64, "layers": [1, 1, 1, 1], "width": 32, "head_width": 16, "patch_size": None}
+    """CLIP's ResNets have no other layers than those of their pooling, which reads the weights
+    alone."""
+    clip["vision_cfg"] = {
+        "image_size": 64,
+        "layers": [1, 1, 1, 1],
+        "width": 32,
+        "head_width": 16,
+        "patch_size": None,
+    }
     with pytest.raises(DualencError, match="LoRA of rank 4"):
         ImageTextEncoder(config=clip, lora_rank=4)
 
 
 class Attention(torch.nn.Module):
-    """Attention of torch with one matrix of projections, or with one per input, and a layer behind it."""
+    """Attention of torch with one matrix of projections, or with one per input, and a layer behind
+    it."""
 
     def __init__(self, other_size: int) -> None:
         super().__init__()
-        self.attn = torch.nn.MultiheadAttention(16, 2, kdim=other_size, vdim=other_size, batch_first=True)
+        self.attn = torch.nn.MultiheadAttention(
+            16, 2, kdim=other_size, vdim=other_size, batch_first=True
+        )
         self.last = torch.nn.Linear(16, 16)
 
     def forward(self, query: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return self.last(self.attn(query, other, other, need_weights=False)[0])
 
 
-@pytest.mark.parametrize(("other_size", "names"), [(16, ["in_proj"]), (12, ["k_proj", "q_proj", "v_proj"])])
+@pytest.mark.parametrize(
+    ("other_size", "names"), [(16, ["in_proj"]), (12, ["k_proj", "q_proj", "v_proj"])]
+)
 def test_attention_reads_weights_with_adapters(other_size: int, names: list[str]) -> None:
     torch.manual_seed(0)
     model = Attention(other_size)
@@ -197,4 +224,6 @@ def test_merged_weights_are_those_of_the_paper() -> None:
     state = merge_adapters(model).state_dict()
     torch.testing.assert_close(state["2.weight"], plain[2].weight + change)
     assert torch.equal(state["0.weight"], plain[0].weight)
-    assert [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name] == []
+    assert [
+        name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name
+    ] == []

@@ -1,4 +1,5 @@
-"""Where padding is stored on the left, vectors are those that the model's own library gives each text alone."""
+"""Where padding is stored on the left, vectors are those that the model's own library gives each
+text alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.sentence_model import new_model
 
 pytestmark = pytest.mark.slow
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 ARCHITECTURES: dict[str, tuple[dict[str, Any], bool]] = {
     "bert": (SMALL, True),
     "gpt2": ({"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}, True),
@@ -44,7 +50,9 @@ def test_texts_alone_in_sentence_transformers(
 ) -> None:
     sizes, moves = ARCHITECTURES[architecture]
     torch.manual_seed(0)
-    transformer = new_model({"model_type": architecture, **sizes}, tokenizer, torch.float32)[0].model
+    transformer = new_model({"model_type": architecture, **sizes}, tokenizer, torch.float32)[
+        0
+    ].model
     with torch.no_grad():
         for parameter in transformer.parameters():  # as they begin, biases are 0 and tell nothing
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -53,7 +61,9 @@ def test_texts_alone_in_sentence_transformers(
     pad_left(tmp_path / "theirs")
     theirs = SentenceTransformer(str(tmp_path / "theirs"), device="cpu")
     alone = torch.from_numpy(theirs.encode(texts, batch_size=1, normalize_embeddings=True))
-    together = torch.from_numpy(theirs.encode(texts, batch_size=len(texts), normalize_embeddings=True))
+    together = torch.from_numpy(
+        theirs.encode(texts, batch_size=len(texts), normalize_embeddings=True)
+    )
     assert (float((alone - together).abs().max()) > 0.01) == moves
     model = load_model(tmp_path / "theirs")
     assert_alike(model, texts, alone)

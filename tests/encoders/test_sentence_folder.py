@@ -78,8 +78,12 @@ def test_base_model_keeps_what_it_says_and_yields_to_arguments(saved: Path) -> N
 
 def test_upper_case_is_folded_when_the_folder_says_so(saved: Path) -> None:
     settings = json.loads((saved / "sentence_bert_config.json").read_text())
-    (saved / "sentence_bert_config.json").write_text(json.dumps({**settings, "do_lower_case": True}))
-    assert (encode(load_model(saved), "left", ["A DOG"]) - reference(saved, "left", ["A DOG"])).abs().max() < 1e-5
+    (saved / "sentence_bert_config.json").write_text(
+        json.dumps({**settings, "do_lower_case": True})
+    )
+    assert (
+        encode(load_model(saved), "left", ["A DOG"]) - reference(saved, "left", ["A DOG"])
+    ).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("model_type", ["roberta", "bert"])
@@ -87,10 +91,14 @@ def test_a_length_above_the_positions_is_cut(
     text_encoder: Any, bert: dict[str, Any], tmp_path: Path, model_type: str
 ) -> None:
     folder = tmp_path / "model"
-    text_encoder(config={**bert, "model_type": model_type, "pad_token_id": 1}, max_length=38).save(folder)
+    text_encoder(config={**bert, "model_type": model_type, "pad_token_id": 1}, max_length=38).save(
+        folder
+    )
     positions = 38 if model_type == "roberta" else 40  # RoBERTa's first two are none of a text
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": positions + 2}))
-    with pytest.warns(UserWarning, match=f"texts are cut to {positions} tokens, the model's positions"):
+    with pytest.warns(
+        UserWarning, match=f"texts are cut to {positions} tokens, the model's positions"
+    ):
         model = TextEncoder(str(folder))
     assert model.left.prepare.max_length == positions
     assert model.encode(["a dog runs " * 50, "a dog"]).shape == (2, 32)
@@ -99,11 +107,23 @@ def test_a_length_above_the_positions_is_cut(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("modules.json", [{"path": "", "type": "sentence_transformers.models.CLIPModel"}], "CLIPModel is not supp"),
-        ("modules.json", [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}], "no encoder of texts"),
+        (
+            "modules.json",
+            [{"path": "", "type": "sentence_transformers.models.CLIPModel"}],
+            "CLIPModel is not supp",
+        ),
+        (
+            "modules.json",
+            [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}],
+            "no encoder of texts",
+        ),
         ("modules.json", {"0": {}}, "is no list of modules"),
         ("modules.json", [], "empty modules list"),
-        ("1_Pooling/config.json", {"embedding_dimension": 32, "pooling_mode": "sum"}, "Invalid pooling mode"),
+        (
+            "1_Pooling/config.json",
+            {"embedding_dimension": 32, "pooling_mode": "sum"},
+            "Invalid pooling mode",
+        ),
     ],
 )
 def test_what_is_no_text_encoder(saved: Path, file: str, change: Any, message: str) -> None:
@@ -115,14 +135,24 @@ def test_what_is_no_text_encoder(saved: Path, file: str, change: Any, message: s
 def with_modules(saved: Path, folder: Path, *modules: Any) -> Path:
     """The saved model with modules of sentence-transformers behind its pooling, written by it."""
     base = SentenceTransformer(str(saved), device="cpu")
-    SentenceTransformer(modules=[base[0], base[1], *modules], prompts=base.prompts, device="cpu").save(str(folder))
+    SentenceTransformer(
+        modules=[base[0], base[1], *modules], prompts=base.prompts, device="cpu"
+    ).save(str(folder))
     return folder
 
 
 HEADS: dict[str, Callable[[], list[Any]]] = {
     "tanh": lambda: [Dense(32, 24)],
-    "normalised first": lambda: [Normalize(), Dense(32, 24, activation_function=nn.Identity()), Normalize()],
-    "two layers": lambda: [Dense(32, 48, bias=False, activation_function=nn.GELU()), Dense(48, 20), Normalize()],
+    "normalised first": lambda: [
+        Normalize(),
+        Dense(32, 24, activation_function=nn.Identity()),
+        Normalize(),
+    ],
+    "two layers": lambda: [
+        Dense(32, 48, bias=False, activation_function=nn.GELU()),
+        Dense(48, 20),
+        Normalize(),
+    ],
 }
 
 
@@ -148,14 +178,24 @@ def test_dense_modules_give_their_vectors_and_are_saved(
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("config.json", {"activation_function": "os.system"}, "'os.system' is no activation of torch.nn"),
-        ("config.json", {"activation_function": "torch.nn.modules.module.Module"}, "is no activation of torch.nn"),
+        (
+            "config.json",
+            {"activation_function": "os.system"},
+            "'os.system' is no activation of torch.nn",
+        ),
+        (
+            "config.json",
+            {"activation_function": "torch.nn.modules.module.Module"},
+            "is no activation of torch.nn",
+        ),
         ("config.json", {"in_features": 31}, "does not load"),
         ("config.json", {"in_features": "32"}, "does not load"),
         ("model.safetensors", None, "convert its weights to safetensors"),
     ],
 )
-def test_damaged_dense_modules(saved: Path, tmp_path: Path, file: str, change: Any, message: str) -> None:
+def test_damaged_dense_modules(
+    saved: Path, tmp_path: Path, file: str, change: Any, message: str
+) -> None:
     path = with_modules(saved, tmp_path / "dense", Dense(32, 24)) / "2_Dense" / file
     if change is None:
         path.unlink()
@@ -195,7 +235,9 @@ def test_prompts_by_name_and_the_default_one(saved: Path, texts: list[str], tmp_
     kept = SentenceTransformer(str(tmp_path / "again"), device="cpu").prompts
     assert kept == {**prompts, "document": "same meaning? "}
 
-    path.write_text(json.dumps({"prompts": {"sts": "same meaning? "}, "default_prompt_name": "sts"}))
+    path.write_text(
+        json.dumps({"prompts": {"sts": "same meaning? "}, "default_prompt_name": "sts"})
+    )
     plain = torch.tensor(SentenceTransformer(str(saved), device="cpu").encode(texts))
     for side in ("left", "right"):  # a prompt for everything is that of both sides
         assert (encode(load_model(saved), side, texts) - plain).abs().max() < 1e-5

@@ -1,4 +1,5 @@
-"""Every kind of sentence-transformers model trains here: our vectors are the library's, before and after saving."""
+"""Every kind of sentence-transformers model trains here: our vectors are the library's, before and
+after saving."""
 
 from __future__ import annotations
 
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 HEADS = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
 LAST = lambda size: [Pooling(size, "lasttoken"), Normalize()]  # noqa: E731
 MEAN = lambda size: [Pooling(size), Normalize()]  # noqa: E731
@@ -48,7 +54,10 @@ MODELS: dict[str, tuple[dict[str, Any], Tail]] = {
     "modernbert": (SIZES, lambda size: [Pooling(size, "cls")]),
     "distilbert": ({"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64}, MEAN),
     "t5": ({"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}, MEAN),
-    "bart": ({"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 64}, MEAN),
+    "bart": (
+        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_ffn_dim": 64},
+        MEAN,
+    ),
     "qwen3": (HEADS, LAST),  # Qwen3-Embedding
     "llama": (HEADS, LAST),
     "gemma3_text": (  # EmbeddingGemma
@@ -67,11 +76,16 @@ TAILS: dict[str, Tail] = {
     "square root of the length": lambda size: [Pooling(size, "mean_sqrt_len_tokens")],
     "several poolings": lambda size: [Pooling(size, ("cls", "mean", "max")), Dense(3 * size, 20)],
     "mean without prompt": lambda size: [Pooling(size, include_prompt=False)],
-    "first token without prompt": lambda size: [Pooling(size, "cls", include_prompt=False), Normalize()],
+    "first token without prompt": lambda size: [
+        Pooling(size, "cls", include_prompt=False),
+        Normalize(),
+    ],
     "residual": lambda size: [Pooling(size), Dense(size, 16, use_residual=True), Dropout(0.2)],
     "normalised before": lambda size: [Pooling(size), Normalize(), LayerNorm(size)],
     "tokens mapped": lambda size: [
-        Dense(size, 16, module_input_name="token_embeddings", module_output_name="token_embeddings"),
+        Dense(
+            size, 16, module_input_name="token_embeddings", module_output_name="token_embeddings"
+        ),
         Pooling(16),
     ],
 }
@@ -79,7 +93,8 @@ TAILS: dict[str, Tail] = {
 
 @pytest.fixture
 def transformer(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Transformer]:
-    """Makes a small Transformer module; its biases differ from 0, with which they would not matter."""
+    """Makes a small Transformer module; its biases differ from 0, with which they would not
+    matter."""
 
     def make(kind: str, sizes: dict[str, Any], padding_side: str = "right") -> Transformer:
         torch.manual_seed(0)
@@ -119,10 +134,14 @@ def assert_equal(model: DualEncoder, folder: Path, texts: list[str]) -> None:
     for side in ("left", "right"):
         for batch_size in (1, len(texts)):
             expected = theirs(folder, side, texts, batch_size)
-            torch.testing.assert_close(ours(model, side, texts, batch_size), expected, atol=1e-6, rtol=0)
+            torch.testing.assert_close(
+                ours(model, side, texts, batch_size), expected, atol=1e-6, rtol=0
+            )
 
 
-def assert_equal_before_and_after_saving(folder: Path, texts: list[str], saved: Path) -> DualEncoder:
+def assert_equal_before_and_after_saving(
+    folder: Path, texts: list[str], saved: Path
+) -> DualEncoder:
     model = load_model(folder)
     assert_equal(model, folder, texts)
     model.save(saved)
@@ -143,7 +162,9 @@ def test_padding_on_the_left(kind: str, transformer: Any, texts: list[str], tmp_
     sizes, tail = MODELS[kind]
     folder = save([transformer(kind, sizes, "left"), *tail(32)], tmp_path / "theirs")
     assert_equal_before_and_after_saving(folder, texts, tmp_path / "ours")
-    assert SentenceTransformer(str(tmp_path / "ours"), device="cpu").tokenizer.padding_side == "right"
+    assert (
+        SentenceTransformer(str(tmp_path / "ours"), device="cpu").tokenizer.padding_side == "right"
+    )
 
 
 @pytest.mark.parametrize("tail", TAILS)
@@ -157,7 +178,10 @@ def test_modules_behind_the_transformer(
     parts = [model.left.prepare(texts * 2), model.right.prepare(texts)]
     with torch.no_grad():
         separate = torch.cat([model("left", parts[0]), model("right", parts[1])])
-        packed = [model("left", model.left.pack(parts[0])), model("right", model.right.pack(parts[1]))]
+        packed = [
+            model("left", model.left.pack(parts[0])),
+            model("right", model.right.pack(parts[1])),
+        ]
         torch.testing.assert_close(torch.cat(packed), separate, atol=1e-6, rtol=0)
         joined = model.left.prepare.join(parts)
         assert (joined is None) == ("without prompt" in tail)
@@ -178,13 +202,17 @@ def test_layers_are_weighed(transformer: Any, texts: list[str], tmp_path: Path) 
 @pytest.mark.parametrize("kind", ["bert", "qwen3", "t5", "modernbert"])
 def test_adapters_are_merged(kind: str, transformer: Any, texts: list[str], tmp_path: Path) -> None:
     sizes, tail = MODELS[kind]
-    model = TextEncoder(str(save([transformer(kind, sizes), *tail(32)], tmp_path / "theirs")), lora_rank=2)
+    model = TextEncoder(
+        str(save([transformer(kind, sizes), *tail(32)], tmp_path / "theirs")), lora_rank=2
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert parameter.requires_grad == ("lora_" in name)
             if "lora_B" in name:
                 parameter.normal_(std=0.1)
-    assert (ours(model, "left", texts, 4) - theirs(tmp_path / "theirs", "left", texts, 4)).abs().max() > 0.01
+    assert (
+        ours(model, "left", texts, 4) - theirs(tmp_path / "theirs", "left", texts, 4)
+    ).abs().max() > 0.01
     model.save(tmp_path / "ours")
     assert_equal(model, tmp_path / "ours", texts)
 
@@ -204,11 +232,15 @@ def test_a_router_is_two_towers(
         with pytest.raises(DualencError, match="its sides are separate, so shared cannot be true"):
             TextEncoder(str(folder), shared=True)
     behind = [*first, Router.for_query_document([Dense(32, 16)], [Dense(32, 16)])]
-    model = assert_equal_before_and_after_saving(save(behind, tmp_path / "behind"), texts, tmp_path / "saved")
+    model = assert_equal_before_and_after_saving(
+        save(behind, tmp_path / "behind"), texts, tmp_path / "saved"
+    )
     assert model.num_parameters == sum(p.numel() for p in nn.Sequential(*behind).parameters())
 
 
-def test_separate_towers_are_saved_as_a_router(text_encoder: Any, texts: list[str], tmp_path: Path) -> None:
+def test_separate_towers_are_saved_as_a_router(
+    text_encoder: Any, texts: list[str], tmp_path: Path
+) -> None:
     model = text_encoder(shared=False, query_prompt="q ", document_prompt="d ")
     model.save(tmp_path / "model")
     assert_equal(model, tmp_path / "model", texts)
@@ -241,7 +273,10 @@ def test_a_static_embedding_is_a_mean_of_words(
 
 def test_a_model_in_memory(transformer: Any, texts: list[str], tmp_path: Path) -> None:
     theirs_in_memory = SentenceTransformer(
-        modules=[transformer("bert", SIZES), Pooling(32)], prompts=PROMPTS, device="cpu", truncate_dim=20
+        modules=[transformer("bert", SIZES), Pooling(32)],
+        prompts=PROMPTS,
+        device="cpu",
+        truncate_dim=20,
     )
     model = TextEncoder(theirs_in_memory)
     assert model.left.backbone is theirs_in_memory[0].model
@@ -258,22 +293,36 @@ def test_a_model_in_memory(transformer: Any, texts: list[str], tmp_path: Path) -
     [("web", None, "web"), ("web", "", None), ("query", None, "query"), (None, None, None)],
 )
 def test_the_default_prompt_is_saved(
-    transformer: Any, tmp_path: Path, default: str | None, query_prompt: str | None, kept: str | None
+    transformer: Any,
+    tmp_path: Path,
+    default: str | None,
+    query_prompt: str | None,
+    kept: str | None,
 ) -> None:
     """Unless a side that was given no prompt would get it."""
     prompts = {"web": "web: ", "query": "ask: " if default == "query" else ""}
     theirs = SentenceTransformer(
-        modules=[transformer("bert", SIZES), Pooling(32)], prompts=prompts, default_prompt_name=default, device="cpu"
+        modules=[transformer("bert", SIZES), Pooling(32)],
+        prompts=prompts,
+        default_prompt_name=default,
+        device="cpu",
     )
     model = TextEncoder(theirs, query_prompt=query_prompt)
     model.save(tmp_path / "model")
     saved = SentenceTransformer(str(tmp_path / "model"), device="cpu")
     assert saved.default_prompt_name == kept
     for side in (model.left, model.right):
-        again = TextEncoder(str(tmp_path / "model")).tower("left" if side is model.left else "right")
+        again = TextEncoder(str(tmp_path / "model")).tower(
+            "left" if side is model.left else "right"
+        )
         assert again.prepare.prompt == side.prepare.prompt
     if kept == default:
-        assert np.abs(saved.encode(["a dog"]) - theirs.encode(["a dog"], normalize_embeddings=True)).max() < 1e-6
+        assert (
+            np.abs(
+                saved.encode(["a dog"]) - theirs.encode(["a dog"], normalize_embeddings=True)
+            ).max()
+            < 1e-6
+        )
 
 
 def test_a_prompt_that_was_taken_away_stays_away(transformer: Any, tmp_path: Path) -> None:
@@ -291,7 +340,8 @@ def test_a_prompt_that_was_taken_away_stays_away(transformer: Any, tmp_path: Pat
 
 
 def test_a_language_model_as_it_is(transformer: Any, texts: list[str], tmp_path: Path) -> None:
-    """Without modules.json the library pools the last token, of the text in its chat template where there is one."""
+    """Without modules.json the library pools the last token, of the text in its chat template where
+    there is one."""
     module = transformer("qwen3", HEADS)
     template = "{% for m in messages %}[CLS]{{ m['role'] }}: {{ m['content'] }}[SEP]{% endfor %}"
     for number, chat_template in enumerate((None, template)):
@@ -300,8 +350,12 @@ def test_a_language_model_as_it_is(transformer: Any, texts: list[str], tmp_path:
         module.model.save_pretrained(folder)
         module.tokenizer.save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
-        model: Any = assert_equal_before_and_after_saving(folder, texts, tmp_path / f"{number}, saved")
+        (folder / "config.json").write_text(
+            json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]})
+        )
+        model: Any = assert_equal_before_and_after_saving(
+            folder, texts, tmp_path / f"{number}, saved"
+        )
         assert model.left.head[0].pooling_mode == "lasttoken"
 
 
@@ -319,7 +373,9 @@ def test_a_model_in_half_precision_trains_in_single_and_one_for_dot_products_is_
 ) -> None:
     model = new_model({"model_type": "bert", **SIZES}, tokenizer, torch.float32)
     modules = [*model, Pooling(32)]
-    half = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot").to(torch.bfloat16)
+    half = SentenceTransformer(modules=modules, device="cpu", similarity_fn_name="dot").to(
+        torch.bfloat16
+    )
     encoder = TextEncoder(half)
     assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
     assert "trained for dot scores" in caplog.text

@@ -1,4 +1,5 @@
-"""Query-document encoders: towers, prompts, padding, precision; pooling; what fits a backbone and what is refused."""
+"""Query-document encoders: towers, prompts, padding, precision; pooling; what fits a backbone and
+what is refused."""
 
 from __future__ import annotations
 
@@ -21,20 +22,26 @@ def model(text_encoder: Any) -> TextEncoder:
     return text_encoder(query_prompt="ask: ", document_prompt="say: ")
 
 
-def test_prompt_is_put_before_each_text_in_workers_too(model: TextEncoder, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_is_put_before_each_text_in_workers_too(
+    model: TextEncoder, tokenizer: PreTrainedTokenizerBase
+) -> None:
     for side, prompt in (("left", "ask: "), ("right", "say: ")):
         ids = pickle.loads(pickle.dumps(model.tower(side).prepare))(["a dog"])["input_ids"]  # type: ignore[arg-type]
         assert ids.tolist() == tokenizer([prompt + "a dog"]).input_ids
 
 
-def test_checkpointed_activations_give_the_same_gradient(text_encoder: Any, texts: list[str]) -> None:
+def test_checkpointed_activations_give_the_same_gradient(
+    text_encoder: Any, texts: list[str]
+) -> None:
     gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
         model = text_encoder(gradient_checkpointing=checkpointing).train()
         torch.manual_seed(1)  # of dropout
         model("left", model.left.prepare(texts))[:, 0].sum().backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
@@ -44,7 +51,10 @@ def test_checkpointed_activations_give_the_same_gradient(text_encoder: Any, text
     ("arguments", "message"),
     [
         ({}, "give the name of a base model, or config and tokenizer"),
-        ({"config": {"model_type": "bert"}}, "give the name of a base model, or config and tokenizer"),
+        (
+            {"config": {"model_type": "bert"}},
+            "give the name of a base model, or config and tokenizer",
+        ),
         ({"name": "x", "config": {}}, "give the name of a base model, or config and tokenizer"),
         ({"name": "./no-such-folder"}, "no such folder"),
         ({"dtype": "int8"}, "dtype is 'int8': choose float32, or bfloat16"),
@@ -70,12 +80,16 @@ def folder(model: TextEncoder, tmp_path: Path) -> Path:
         ({"model_type": "vit"}, "no encoder of texts"),
     ],
 )
-def test_unfit_configurations(text_encoder: Any, bert: dict[str, Any], change: dict[str, Any], message: str) -> None:
+def test_unfit_configurations(
+    text_encoder: Any, bert: dict[str, Any], change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DualencError, match=message):
         text_encoder(config={**bert, **change})
 
 
-def test_every_weight_is_held_once_and_gets_a_gradient_but_the_pooler(model: TextEncoder, texts: list[str]) -> None:
+def test_every_weight_is_held_once_and_gets_a_gradient_but_the_pooler(
+    model: TextEncoder, texts: list[str]
+) -> None:
     (model("left", model.left.prepare(texts))[:, 0]).sum().backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
     assert model.num_parameters - model.num_trainable_parameters == 32 * 32 + 32
@@ -86,7 +100,10 @@ def test_every_weight_is_held_once_and_gets_a_gradient_but_the_pooler(model: Tex
 def test_length_is_what_all_agree_on(text_encoder: Any, bert: dict[str, Any]) -> None:
     assert text_encoder().left.prepare.max_length == 40
     assert text_encoder(max_length=12).left.prepare.max_length == 12
-    assert text_encoder(max_length=12).left.prepare(["a dog runs " * 50])["input_ids"].shape == (1, 12)
+    assert text_encoder(max_length=12).left.prepare(["a dog runs " * 50])["input_ids"].shape == (
+        1,
+        12,
+    )
     with pytest.warns(UserWarning, match="texts are cut to 40 tokens, the model's positions"):
         assert text_encoder(max_length=41).left.prepare.max_length == 40
     # RoBERTa counts positions behind its padding index.
@@ -101,7 +118,11 @@ def test_weights_in_half_precision_load_in_float32(folder: Path) -> None:
     # Copies: weights may be views of the file, which is written over.
     first = {name: value.clone() for name, value in TextEncoder(str(folder)).state_dict().items()}
     weights = load_file(folder / "model.safetensors")
-    save_file({k: v.half() for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.half() for k, v in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     for name, value in TextEncoder(str(folder)).state_dict().items():
         assert value.dtype == torch.float32
         torch.testing.assert_close(value, first[name], atol=1e-3, rtol=1e-3)
@@ -111,5 +132,7 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     del weights["embeddings.word_embeddings.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DualencError, match=r"embeddings\.word_embeddings\.weight is missing; restore"):
+    with pytest.raises(
+        DualencError, match=r"embeddings\.word_embeddings\.weight is missing; restore"
+    ):
         TextEncoder(str(folder))

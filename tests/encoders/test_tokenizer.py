@@ -34,7 +34,9 @@ def test_equal_texts_give_an_equal_tokenizer() -> None:
     assert len(first) == 300
 
 
-def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     def tokens(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False).input_ids
 
@@ -47,7 +49,9 @@ def test_a_word_has_the_same_tokens_wherever_it_stands_and_none_is_unknown(token
         assert tokenizer.decode(tokens(text)).replace(" ", "") == text.lower().replace(" ", "")
 
 
-@pytest.mark.parametrize(("given", "size", "message"), [(["a"], 260, "vocab_size is 260"), (["", " "], 300, "empty")])
+@pytest.mark.parametrize(
+    ("given", "size", "message"), [(["a"], 260, "vocab_size is 260"), (["", " "], 300, "empty")]
+)
 def test_mistakes_are_one_line(given: list[str], size: int, message: str) -> None:
     with pytest.raises(DualencError, match=message):
         train_tokenizer(given, vocab_size=size)
@@ -62,7 +66,9 @@ def test_one_without_padding_pads_with_its_end(tokenizer: PreTrainedTokenizerBas
         load_tokenizer(neither)
 
 
-def test_saved_file_forgets_the_last_call(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_saved_file_forgets_the_last_call(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     tokenizer(["a dog", "a"], padding=True, truncation=True, max_length=3)
     forget_last_call(tokenizer)
     tokenizer.save_pretrained(tmp_path)

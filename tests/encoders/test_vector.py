@@ -45,7 +45,10 @@ def test_mlp_is_a_perceptron_beside_the_vectors_themselves(dim: int) -> None:
     w = {name.removeprefix("left.map."): tensor for name, tensor in model.state_dict().items()}
     x = F.normalize(torch.from_numpy(VECTORS))
     centred = x - x.mean(dim=1, keepdim=True)
-    normed = centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * w["norm.weight"] + w["norm.bias"]
+    normed = (
+        centred / (centred.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * w["norm.weight"]
+        + w["norm.bias"]
+    )
     change = F.gelu(normed @ w["up.weight"].T + w["up.bias"]) @ w["down.weight"].T + w["down.bias"]
     skip = x if dim == 12 else x @ w["skip.weight"].T
     torch.testing.assert_close(encoded(model, "left"), F.normalize(math.sqrt(12) * skip + change))
@@ -82,7 +85,9 @@ def test_towers_are_shared_where_they_are_alike_unless_told() -> None:
         {"tower": "identity"},
     ],
 )
-def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(tmp_path: Path, arguments: Any) -> None:
+def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(
+    tmp_path: Path, arguments: Any
+) -> None:
     model = shaken(VectorEncoder(12, **arguments))
     model.save(tmp_path / "one")
     loaded = load_model(tmp_path / "one")
@@ -127,7 +132,9 @@ def test_the_lines_of_the_page_put_a_linear_tower_behind_its_base(
     base.save("base")
     model = shaken(VectorEncoder(32, tower="linear", dim=24))
     model.save("runs/adapter/model")
-    (lines,) = [block for block in code(ROOT / "docs" / "encoders.md", "python") if "Dense(" in block]
+    (lines,) = [
+        block for block in code(ROOT / "docs" / "encoders.md", "python") if "Dense(" in block
+    ]
     exec(lines.replace("sentence-transformers/all-MiniLM-L6-v2", "base"), {})
     expected = encoded(model, "right", base.encode(texts)).numpy()
     np.testing.assert_allclose(load_model("runs/whole").encode(texts), expected, atol=1e-5)

@@ -31,7 +31,13 @@ def short_run(tmp_path_factory: pytest.TempPathFactory, classes: Path) -> Path:
     model = ImageEncoder("test_resnet", image_size=32, projector_dim=16, augment=SimCLR(32))
     folder = tmp_path_factory.mktemp("runs") / "short"
     trainer = Trainer(
-        output=folder, batch_size=9, max_steps=6, save_every=2, keep_checkpoints=9, learning_rate=3e-3, progress=False
+        output=folder,
+        batch_size=9,
+        max_steps=6,
+        save_every=2,
+        keep_checkpoints=9,
+        learning_rate=3e-3,
+        progress=False,
     )
     trainer.fit(model, ImageFolderViews(classes), DCL(num_left=18, temperature=0.2, views=True))
     return folder

@@ -9,7 +9,8 @@ from types import ModuleType
 
 
 def load_script(path: str) -> ModuleType:
-    """The module at a path below eval/, under a name of its own; it finds the modules beside it, as when it is run."""
+    """The module at a path below eval/, under a name of its own; it finds the modules beside it, as
+    when it is run."""
     file = Path(__file__).parents[2] / "eval" / path
     name = "script_" + path.removesuffix(".py").replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, file)

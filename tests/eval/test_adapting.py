@@ -1,4 +1,5 @@
-"""Adapting queries to frozen vectors, in small: held-out documents, mined negatives, every run recorded."""
+"""Adapting queries to frozen vectors, in small: held-out documents, mined negatives, every run
+recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualenc.search.embeddings import EmbeddingWriter
+from dualenc.search.embed.writer import EmbeddingWriter
 from tests.eval.scripts import load_script
 
 DIM, NUM = 6, 80
@@ -24,7 +25,8 @@ TEST = [(row, row) for row in range(60, 78)] + [(78, 0), (79, 1)]
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Queries are turned documents, some twice; two of the 20 test queries name documents of training."""
+    """Queries are turned documents, some twice; two of the 20 test queries name documents of
+    training."""
     for side, letter, rows in (("corpus", "d", DOCUMENTS), ("queries", "q", QUERIES)):
         ids = [f"{letter}{row}" for row in range(len(rows))]
         writer = EmbeddingWriter(tmp_path / "vectors" / "toy" / side, ids, DIM, "float32", {})
@@ -39,13 +41,17 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 
 def ndcg(queries: np.ndarray, query: int, document: int) -> float:
     """nDCG@10 of a query with one relevant document."""
-    unit = [vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (queries, DOCUMENTS)]
+    unit = [
+        vectors / np.linalg.norm(vectors, axis=1, keepdims=True) for vectors in (queries, DOCUMENTS)
+    ]
     scores = unit[1].astype(float) @ unit[0][query].astype(float)
     rank = 1 + sum(score > scores[document] for score in scores)
     return 1 / math.log2(rank + 1) if rank <= 10 else 0.0
 
 
-def test_documents_are_held_out_and_mined_ones_are_near_and_no_positives(folders: tuple[Path, Path]) -> None:
+def test_documents_are_held_out_and_mined_ones_are_near_and_no_positives(
+    folders: tuple[Path, Path],
+) -> None:
     script = load_script("adapting.py")
     task = script.Task(*folders, "toy")
     held_out = {int(document[1:]) for grades in task.new.values() for document in grades}
@@ -58,19 +64,33 @@ def test_documents_are_held_out_and_mined_ones_are_near_and_no_positives(folders
     assert both.new == task.new
     assert {int(document[1:]) for grades in both.known.values() for document in grades} <= trained
     assert len(both.pairs) == len(task.pairs) - len(both.known) < len(task.pairs)
-    settings = {"method": "InfoNCE, mined", "map": "dense", "temperature": 0.1, "rate": 1e-3, "seed": 0, "steps": 1}
+    settings = {
+        "method": "InfoNCE, mined",
+        "map": "dense",
+        "temperature": 0.1,
+        "rate": 1e-3,
+        "seed": 0,
+        "steps": 1,
+    }
     training = script.Training(task, settings)
     training.mine()
     scores = (task.queries @ task.documents.T).double()
     for query, document in task.pairs.tolist():
-        allowed = [d for d in range(NUM) if d != document and scores[query, d] <= 0.95 * scores[query, document]]
+        allowed = [
+            d
+            for d in range(NUM)
+            if d != document and scores[query, d] <= 0.95 * scores[query, document]
+        ]
         expected = sorted(allowed, key=lambda d: -scores[query, d])[:8]
         assert [d for d in training.mined[query].tolist() if d >= 0] == expected
 
 
 @pytest.mark.slow
 def test_every_method_is_tuned_recorded_and_reported(
-    folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = load_script("adapting.py")
     for name, value in {
@@ -85,7 +105,9 @@ def test_every_method_is_tuned_recorded_and_reported(
     options = {"epochs": 20, "tuning": 1.0, "seeds": 2, "results": results}
     script.run(*folders, ["toy"], **options)
     script.keep(*folders, "toy", [], **options)
-    script.few(*folders, "toy", epochs=1, sizes=[20], rate=1e-2, temperature=0.1, seeds=2, results=results)
+    script.few(
+        *folders, "toy", epochs=1, sizes=[20], rate=1e-2, temperature=0.1, seeds=2, results=results
+    )
     lines = results.read_text().splitlines()
     runs = [json.loads(line) for line in lines]
     unadapted = runs[0]
@@ -93,7 +115,11 @@ def test_every_method_is_tuned_recorded_and_reported(
     assert unadapted["all"] == pytest.approx(np.mean(expected), abs=6e-5)
     assert unadapted["new"] == pytest.approx(np.mean(expected[:18]), abs=6e-5)
     assert unadapted["all queries"] == 20
-    exact = [one for one in runs if one["settings"]["method"] == "FrozenCorpus+" and "pairs" not in one["settings"]]
+    exact = [
+        one
+        for one in runs
+        if one["settings"]["method"] == "FrozenCorpus+" and "pairs" not in one["settings"]
+    ]
     # Three temperatures, two more rates, and a second seed.
     assert len(exact) == 3 + 2 + 1
     assert all(one["done"] == one["settings"]["steps"] == round(20 * 72 / 32) for one in exact)
@@ -103,7 +129,9 @@ def test_every_method_is_tuned_recorded_and_reported(
     chosen = [one for one in exact if one["settings"] | {"seed": 1} == exact[-1]["settings"]]
     # A turn of the space is learned, also for new documents.
     assert all(one["new"] > unadapted["new"] + 0.2 for one in chosen)
-    assert shares[0.0]["all"] == pytest.approx(np.mean([one["last"]["all"] for one in chosen]), abs=6e-5)
+    assert shares[0.0]["all"] == pytest.approx(
+        np.mean([one["last"]["all"] for one in chosen]), abs=6e-5
+    )
     few = [one["settings"] for one in runs if "pairs" in one["settings"]]
     assert [(one["method"], one["seed"]) for one in few] == [
         (method, seed) for seed in (0, 1) for method in ("FrozenCorpus+", "InfoNCE, B = 32")
@@ -113,7 +141,8 @@ def test_every_method_is_tuned_recorded_and_reported(
     script.run(*folders, ["toy"], hold_known=True, methods=["FrozenCorpus+"], **options)
     both = [json.loads(line) for line in results.read_text().splitlines() if '"both"' in line]
     assert len(both) == 6
-    # All of the original weights is the model as it was; those of the best evaluation cost new documents nothing.
+    # All of the original weights is the model as it was; those of the best evaluation cost new
+    # documents nothing.
     assert {one["share"] for one in both} <= {0.0, 1.0}
     assert all(one["all"] == unadapted["all"] for one in both if one["share"] == 1)
     assert any(one["all"] > unadapted["all"] for one in both if one["share"] == 0)

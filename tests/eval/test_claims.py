@@ -19,7 +19,15 @@ def claims() -> ModuleType:
 
 
 def options(out: Path, **other: float) -> argparse.Namespace:
-    given = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "pairs": 28, "test": 12, "versions": 3, "seeds": 2}
+    given = {
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "steps": 3,
+        "pairs": 28,
+        "test": 12,
+        "versions": 3,
+        "seeds": 2,
+    }
     return argparse.Namespace(out=str(out), epochs=2, rate=0.01, **{**given, **other})
 
 
@@ -27,7 +35,9 @@ def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: M
     torch.manual_seed(0)
     images = torch.randn(20, 3, 16, 16)
     nothing = torch.zeros(0, 0, 3, 16, 16)
-    model = claims.with_fixed_statistics(claims.SmallEncoder(claims.StoredViews(nothing[:, 0:0], nothing)), images)
+    model = claims.with_fixed_statistics(
+        claims.SmallEncoder(claims.StoredViews(nothing[:, 0:0], nothing)), images
+    )
     together = model("left", {"image": images})
     alone = torch.cat([model("left", {"image": image[None]}) for image in images])
     torch.testing.assert_close(together, alone)
@@ -49,14 +59,25 @@ def test_descent_on_a_finite_set_lowers_the_exact_loss(claims: ModuleType, name:
     assert after["squared gradient"] > 0
 
 
-def test_the_temperature_is_the_best_on_validation_with_the_first_seed(claims: ModuleType, tmp_path: Path) -> None:
+def test_the_temperature_is_the_best_on_validation_with_the_first_seed(
+    claims: ModuleType, tmp_path: Path
+) -> None:
     given = options(tmp_path)
-    shared = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "pairs": 28, "test": 12, "versions": 3}
+    shared = {
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "steps": 3,
+        "pairs": 28,
+        "test": 12,
+        "versions": 3,
+    }
 
     def known(name: str, temperature: float, seed: int, validation: float, linear: float) -> None:
         file = tmp_path / f"{claims.file_name(name)}-{temperature}-{seed}.json"
         settings = {**shared, "temperature": temperature, "seed": seed}
-        file.write_text(json.dumps({"metrics": {"validation": validation, "linear": linear}, **settings}))
+        file.write_text(
+            json.dumps({"metrics": {"validation": validation, "linear": linear}, **settings})
+        )
 
     known("EMC2", 0.1, 0, validation=0.5, linear=0.9)
     known("EMC2", 0.3, 0, validation=0.6, linear=0.2)

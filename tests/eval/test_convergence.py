@@ -46,12 +46,16 @@ class Towers(nn.Module):
     def __init__(self, shared: bool):
         super().__init__()
         torch.manual_seed(0)
-        self.left = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 4)).double()
+        self.left = nn.Sequential(
+            nn.Linear(5, 6), nn.Tanh(), nn.Dropout(0.5), nn.Linear(6, 4)
+        ).double()
         self.right = self.left if shared else nn.Sequential(nn.Linear(5, 4)).double()
         self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, side: str, inputs: dict[str, Tensor]) -> Tensor:
-        return nn.functional.normalize((self.left if side == "left" else self.right)(inputs["x"]), dim=1)
+        return nn.functional.normalize(
+            (self.left if side == "left" else self.right)(inputs["x"]), dim=1
+        )
 
 
 @pytest.mark.parametrize("views", [True, False])
@@ -89,7 +93,9 @@ def test_a_tower_with_fixed_weights_adds_nothing(convergence: ModuleType) -> Non
     model = Towers(shared=False).eval()
     model.right.requires_grad_(False)
     chunks = {"left": [{"x": unit(4, 0, dim=5)}], "right": [{"x": unit(4, 1, dim=5)}]}
-    found = convergence.exact_gradient(model, model, chunks, convergence.FrozenPairs.one_to_one, 0.1)
+    found = convergence.exact_gradient(
+        model, model, chunks, convergence.FrozenPairs.one_to_one, 0.1
+    )
     model.right.requires_grad_(True)
     both = convergence.exact_gradient(model, model, chunks, convergence.FrozenPairs.one_to_one, 0.1)
     assert 0 < found.squared_gradient_norm < both.squared_gradient_norm
@@ -105,7 +111,9 @@ def test_negatives_leave_out_positives_by_id(convergence: ModuleType) -> None:
     expected = [
         float(rows[0][i] @ rows[1][j])
         for i, j in itertools.product(range(7), range(7))
-        if left_id[i] != left_id[j] and right_id[i] != right_id[j] and right_id[j] not in pairs.left_positives[i]
+        if left_id[i] != left_id[j]
+        and right_id[i] != right_id[j]
+        and right_id[j] not in pairs.left_positives[i]
     ]
     found = convergence.negative_cosines(rows[0].numpy(), rows[1].numpy(), pairs)
     assert found.tolist() == pytest.approx(expected, abs=1e-6)
@@ -118,7 +126,9 @@ def test_items_are_prepared_once_and_keep_their_positives(
 ) -> None:
     """Thirteen pairs; the first two share their document, the last two their query."""
     texts = list(dict.fromkeys(toy.texts(40)))[:26]
-    rows = [{"query": query, "document": document} for query, document in zip(texts[:13], texts[13:])]
+    rows = [
+        {"query": query, "document": document} for query, document in zip(texts[:13], texts[13:])
+    ]
     rows[1]["document"], rows[12]["query"] = rows[0]["document"], rows[11]["query"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs = open_pairs(tmp_path / "pairs.jsonl")
@@ -127,7 +137,9 @@ def test_items_are_prepared_once_and_keep_their_positives(
     embeddings: dict[Any, Tensor] = {}
     with torch.no_grad():
         for side in ("left", "right"):
-            embeddings[side] = torch.cat([model(side, inputs) for inputs in chosen.inputs(model, side)])
+            embeddings[side] = torch.cat(
+                [model(side, inputs) for inputs in chosen.inputs(model, side)]
+            )
         frozen = chosen.pairs(embeddings["left"], embeddings["right"])
         assert (len(frozen.left), len(frozen.right), len(frozen)) == (12, 12, 13)
         for side in ("left", "right"):

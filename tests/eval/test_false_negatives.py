@@ -1,4 +1,5 @@
-"""Likely false negatives left out: thresholds are quantiles, and copies beyond them are no negatives."""
+"""Likely false negatives left out: thresholds are quantiles, and copies beyond them are no
+negatives."""
 
 from __future__ import annotations
 
@@ -60,7 +61,9 @@ def test_a_threshold_becomes_the_quantile_of_all_similarities() -> None:
     assert beyond.float().mean(dim=1).max() < 0.2
 
 
-@pytest.mark.parametrize(("name", "plain"), [("FilteredInfoNCE", InfoNCE), ("FilteredSogCLR", SogCLR)])
+@pytest.mark.parametrize(
+    ("name", "plain"), [("FilteredInfoNCE", InfoNCE), ("FilteredSogCLR", SogCLR)]
+)
 def test_a_candidate_beyond_the_threshold_is_as_a_known_positive(name: str, plain: type) -> None:
     probes = load_script("probes.py")
     objective = getattr(probes, name)(alpha=0.05, threshold_rate=0.0, **COMMON)
@@ -108,21 +111,31 @@ def test_before_its_start_all_are_negatives() -> None:
     assert not torch.allclose(gradients(objective, ids), expected)
 
 
-def test_copies_are_false_negatives_that_training_may_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_false_negatives_that_training_may_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     load_script("small_batch.py")
     tasks = sys.modules["comparison_tasks"]
     monkeypatch.setattr(tasks, "HELD_OUT", 6)
     monkeypatch.setattr(tasks, "COPIED_PAIRS", 20)
-    monkeypatch.setattr(tasks, "on_features", lambda *parts, learning_rate: parts_as_task(tasks, *parts))
+    monkeypatch.setattr(
+        tasks, "on_features", lambda *parts, learning_rate: parts_as_task(tasks, *parts)
+    )
     draw = np.random.default_rng(0)
     (tmp_path / "qrels").mkdir()
     for name in ("corpus", "queries"):
-        texts = [" ".join(f"{name}{word}" for word in draw.integers(50, size=30)) for _ in range(40)]
-        lines = [json.dumps({"_id": f"{name[0]}{row}", "text": text}) for row, text in enumerate(texts)]
+        texts = [
+            " ".join(f"{name}{word}" for word in draw.integers(50, size=30)) for _ in range(40)
+        ]
+        lines = [
+            json.dumps({"_id": f"{name[0]}{row}", "text": text}) for row, text in enumerate(texts)
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     for split, rows in (("train", range(30)), ("test", range(30, 40))):
         lines = [f"q{row}\tc{row}\t1" for row in rows]
-        (tmp_path / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+        (tmp_path / "qrels" / f"{split}.tsv").write_text(
+            "\n".join(["query-id\tcorpus-id\tscore", *lines])
+        )
     task = tasks.copies(tmp_path, "")
     pairs = task.pairs
     assert (len(pairs), pairs.num_left, pairs.num_right) == (24, 24, 24)
@@ -132,7 +145,10 @@ def test_copies_are_false_negatives_that_training_may_know(tmp_path: Path, monke
         assert max(shared) == len(set(copy))
         assert pairs.positives("left", np.array([row])).tolist() == [[row]]
     copied = {ids for grades in task.test.qrels.values() for ids in grades if ids.endswith("-copy")}
-    assert all(grades.keys() >= {own.removesuffix("-copy") for own in grades} for grades in task.test.qrels.values())
+    assert all(
+        grades.keys() >= {own.removesuffix("-copy") for own in grades}
+        for grades in task.test.qrels.values()
+    )
     assert copied
     assert copied <= set(task.test.corpus.ids)
     assert len(task.test.corpus.ids) == 48

@@ -1,4 +1,5 @@
-"""Bias and error of the objectives' gradients, against their definitions in float64 loops over every batch there is."""
+"""Bias and error of the objectives' gradients, against their definitions in float64 loops over
+every batch there is."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def frozen(estimators: ModuleType) -> Any:
 
 
 def slow_gradient(left: Array, right: Array, rows: tuple[int, ...], with_positive: bool) -> Array:
-    """Of the mean over both directions of −s⁺/τ + log Σ_c exp(s_c/τ), with or without c = the positive."""
+    """Of the mean over both directions of −s⁺/τ + log Σ_c exp(s_c/τ), with or without c = the
+    positive."""
     gradient = np.zeros((2, *left.shape))
     for anchors, others, own, partner in ((left, right, 0, 1), (right, left, 1, 0)):
         for a in rows:
@@ -50,7 +52,8 @@ def slow_gradient(left: Array, right: Array, rows: tuple[int, ...], with_positiv
 
 
 def slow_bias(frozen: Any, batch_size: int, with_positive: bool) -> float:
-    """Distance of the mean over all batches from the gradient with the whole corpus as negatives, relative."""
+    """Distance of the mean over all batches from the gradient with the whole corpus as negatives,
+    relative."""
     left, right = frozen.left.detach().numpy(), frozen.right.detach().numpy()
     exact = slow_gradient(left, right, tuple(range(len(left))), with_positive=False)
     batches = list(combinations(range(len(left)), batch_size))
@@ -59,13 +62,17 @@ def slow_bias(frozen: Any, batch_size: int, with_positive: bool) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "with_positive"), [(InfoNCE, True), (DCL, False)], ids=["InfoNCE", "DCL"])
+@pytest.mark.parametrize(
+    ("kind", "with_positive"), [(InfoNCE, True), (DCL, False)], ids=["InfoNCE", "DCL"]
+)
 def test_bias_is_that_over_all_batches(
     estimators: ModuleType, frozen: Any, kind: type[InfoNCE] | type[DCL], with_positive: bool
 ) -> None:
     found = estimators.measure_stretches(frozen, kind, TAU, 3, warm_up=0, stretch=96)
     assert found.bias.error < 0.02
-    assert found.bias.value == pytest.approx(slow_bias(frozen, 3, with_positive), abs=4 * found.bias.error + 1e-3)
+    assert found.bias.value == pytest.approx(
+        slow_bias(frozen, 3, with_positive), abs=4 * found.bias.error + 1e-3
+    )
     assert found.encodes == found.state_bytes == 0
 
 
@@ -82,7 +89,9 @@ def test_error_of_a_step_is_its_mean_over_all_batches(estimators: ModuleType, fr
                 weights = weights / weights.sum() - (np.arange(6) == a)
                 exact[own, a] += weights @ others / TAU / 6
                 exact[partner] += weights[:, None] * anchors[a] / TAU / 6
-        errors.append(np.linalg.norm(slow_gradient(left, right, rows, True) - exact) / np.linalg.norm(exact))
+        errors.append(
+            np.linalg.norm(slow_gradient(left, right, rows, True) - exact) / np.linalg.norm(exact)
+        )
     found = estimators.measure_stretches(frozen, InfoNCE, TAU, 3, warm_up=0, stretch=1).step_errors
     standard_error = np.std(errors) / np.sqrt(len(found))
     assert len(found) == 16
@@ -90,7 +99,9 @@ def test_error_of_a_step_is_its_mean_over_all_batches(estimators: ModuleType, fr
 
 
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
-def test_the_oracle_has_no_bias_and_no_error(estimators: ModuleType, frozen: Any, views: bool) -> None:
+def test_the_oracle_has_no_bias_and_no_error(
+    estimators: ModuleType, frozen: Any, views: bool
+) -> None:
     frozen.views = views
     found = estimators.measure_stretches(frozen, ExactGlobal, TAU, 2, warm_up=0, stretch=1)
     assert found.bias.value < 1e-6
@@ -99,7 +110,9 @@ def test_the_oracle_has_no_bias_and_no_error(estimators: ModuleType, frozen: Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
-def test_an_unbiased_estimator_stays_below_its_error(estimators: ModuleType, frozen: Any, views: bool) -> None:
+def test_an_unbiased_estimator_stays_below_its_error(
+    estimators: ModuleType, frozen: Any, views: bool
+) -> None:
     frozen.views = views
     found = estimators.measure_stretches(frozen, ISIR, TAU, 3, warm_up=5, stretch=8)
     assert found.bias.squared < 2 * found.bias.squared_error

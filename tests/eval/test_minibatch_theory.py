@@ -22,18 +22,24 @@ def test_the_loss_is_twice_that_of_the_package(theory: ModuleType) -> None:
     left, right = theory.random_embeddings(5, seed=0)
     batches = RandomBatches(8, 4).select(0)
     expected = 2 * batch_losses(left.numpy(), right.numpy(), batches, 1.0)
-    np.testing.assert_allclose(theory.contrastive_losses(left, right, torch.from_numpy(batches)), expected)
+    np.testing.assert_allclose(
+        theory.contrastive_losses(left, right, torch.from_numpy(batches)), expected
+    )
 
 
 def test_the_simplex_is_at_distance_zero_however_it_is_turned(theory: ModuleType) -> None:
     simplex = torch.nn.functional.normalize(torch.eye(8).double() - 1 / 8)
-    turn, _ = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).double())
+    turn, _ = torch.linalg.qr(
+        torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).double()
+    )
     turned = torch.nn.functional.pad(simplex, (0, 8)) @ turn
     assert theory.distance_to_optimum(turned, turned) == pytest.approx(0, abs=1e-9)
 
 
 def test_all_batches_reach_the_simplex_and_disjoint_ones_do_not(theory: ModuleType) -> None:
-    every, disjoint = (theory.PROBLEMS[name] for name in ("all C(8, 2) batches", "4 disjoint batches"))
+    every, disjoint = (
+        theory.PROBLEMS[name] for name in ("all C(8, 2) batches", "4 disjoint batches")
+    )
     assert theory.distance_to_optimum(*theory.minimise(16, every, 200, 5.0, seed=0)) < 0.05
     assert theory.distance_to_optimum(*theory.minimise(16, disjoint, 200, 5.0, seed=0)) > 1
 

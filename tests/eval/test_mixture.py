@@ -1,4 +1,5 @@
-"""One model of several sources against one for each: every way of mixing is trained and measured on every source."""
+"""One model of several sources against one for each: every way of mixing is trained and measured on
+every source."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ def write_source(folder: Path, words: list[str]) -> Path:
     (folder / "qrels").mkdir(parents=True)
     documents = [draw.choice(words, 12, replace=False) for _ in range(40)]
     for name, texts in (("corpus", documents), ("queries", [of[:3] for of in documents])):
-        rows = [json.dumps({"_id": f"{name[0]}{i}", "text": " ".join(of)}) for i, of in enumerate(texts)]
+        rows = [
+            json.dumps({"_id": f"{name[0]}{i}", "text": " ".join(of)}) for i, of in enumerate(texts)
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
     for split, rows in (("train", range(30)), ("test", range(30, 40))):
         (folder / "qrels" / f"{split}.tsv").write_text("\n".join(f"q{i}\tc{i}\t1" for i in rows))
@@ -25,8 +28,12 @@ def write_source(folder: Path, words: list[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_sources_together_take_as_many_steps_as_each_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folders = [write_source(tmp_path / name, [f"{name}{i}" for i in range(30)]) for name in ("one", "two")]
+def test_sources_together_take_as_many_steps_as_each_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [
+        write_source(tmp_path / name, [f"{name}{i}" for i in range(30)]) for name in ("one", "two")
+    ]
     load_script("mixture.py").main(folders, epochs=2, batch_size=4, seeds=1, words=16)
     table = capsys.readouterr().out.split("nDCG@10 on test queries")[1]
     rows = [row.split() for row in table.splitlines() if "±" in row]

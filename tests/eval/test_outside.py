@@ -77,14 +77,19 @@ def toy_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Six pairs in double precision, right ids in another order."""
     draw = torch.Generator().manual_seed(seed)
-    left, right = (normalize(torch.randn(6, 8, generator=draw, dtype=torch.float64), dim=1) for _ in range(2))
+    left, right = (
+        normalize(torch.randn(6, 8, generator=draw, dtype=torch.float64), dim=1) for _ in range(2)
+    )
     left_id = torch.randperm(NUM_PAIRS, generator=draw)[:6]
     return left.requires_grad_(), right.requires_grad_(), left_id, NUM_PAIRS - 1 - left_id
 
 
 def gradients(objective: torch.nn.Module, left: Tensor, right: Tensor, *ids: Tensor) -> Tensor:
-    """(2, B, D) gradients of the loss in the directions of embeddings: LibAUC normalises them once more."""
-    along = torch.stack(torch.autograd.grad(objective(left, right, *ids).loss, (left, right))).double()
+    """(2, B, D) gradients of the loss in the directions of embeddings: LibAUC normalises them once
+    more."""
+    along = torch.stack(
+        torch.autograd.grad(objective(left, right, *ids).loss, (left, right))
+    ).double()
     embeddings = torch.stack([left, right]).detach().double()
     return along - (along * embeddings).sum(dim=-1, keepdim=True) * embeddings
 
@@ -95,7 +100,13 @@ def single(embeddings: Tensor) -> Tensor:
 
 
 def new(path: str, **common: object) -> torch.nn.Module:
-    sizes = {"num_left": NUM_PAIRS, "num_right": NUM_PAIRS, "views": False, "seed": 3, "temperature": TAU}
+    sizes = {
+        "num_left": NUM_PAIRS,
+        "num_right": NUM_PAIRS,
+        "views": False,
+        "seed": 3,
+        "temperature": TAU,
+    }
     return load_script("outside.py").import_objective(path)(**{**sizes, **common})
 
 
@@ -134,9 +145,18 @@ def test_an_objective_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("path", "problem"),
     [
-        ("no_such_package.Loss", "objective no_such_package.Loss: No module named 'no_such_package'; install"),
-        ("toy_losses.Missing", "objective toy_losses.Missing: module 'toy_losses' has no attribute 'Missing'; install"),
-        ("toy_losses.not_a_class", "objective toy_losses.not_a_class is no class; name an Objective"),
+        (
+            "no_such_package.Loss",
+            "objective no_such_package.Loss: No module named 'no_such_package'; install",
+        ),
+        (
+            "toy_losses.Missing",
+            "objective toy_losses.Missing: module 'toy_losses' has no attribute 'Missing'; install",
+        ),
+        (
+            "toy_losses.not_a_class",
+            "objective toy_losses.not_a_class is no class; name an Objective",
+        ),
         (".Loss", "objective .Loss: Empty module name; install"),
     ],
 )
@@ -147,7 +167,9 @@ def test_a_wrong_path_is_one_line(path: str, problem: str) -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    with pytest.raises(DualencError, match=r"PerPair returns a tensor of shape \(6,\); it must return a scalar"):
+    with pytest.raises(
+        DualencError, match=r"PerPair returns a tensor of shape \(6,\); it must return a scalar"
+    ):
         new("toy_losses.PerPair")(*batch())
 
 
@@ -158,7 +180,9 @@ def test_a_name_that_is_unknown_names_the_nearest() -> None:
     assert script.objective_of("GlobalCache 0.5") is script.OBJECTIVES["GlobalCache 0.5"]
 
 
-@pytest.mark.parametrize(("path", "package"), [("outside.LibAUCPairs", "libauc"), ("outside.FastCLIP", "fast_clip")])
+@pytest.mark.parametrize(
+    ("path", "package"), [("outside.LibAUCPairs", "libauc"), ("outside.FastCLIP", "fast_clip")]
+)
 def test_an_anchors_first_visit_has_the_gradient_of_sogclr(path: str, package: str) -> None:
     pytest.importorskip(package)
     left, right, *ids = batch()

@@ -1,4 +1,5 @@
-"""Ordered SGD, which `eval/probes.py` has for comparison: the hardest batches of each window, by a slow loop."""
+"""Ordered SGD, which `eval/probes.py` has for comparison: the hardest batches of each window, by a
+slow loop."""
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ OSGDBatches = load_script("probes.py").OSGDBatches
 
 
 def slow_loss(left: np.ndarray, right: np.ndarray, batch: list[int]) -> float:
-    logits = torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T / 0.1
+    logits = (
+        torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T / 0.1
+    )
     targets = torch.arange(len(batch))
     return float(cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
 

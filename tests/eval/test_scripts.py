@@ -17,9 +17,13 @@ from tests.eval.scripts import load_script
 
 
 @pytest.mark.slow
-def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimator_bias_prints_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = load_script("estimator_bias.py")
-    script.main(num_pairs=16, batch_size=8, epochs=8, warm_up=1, out=tmp_path / "drawn" / "bias.png")
+    script.main(
+        num_pairs=16, batch_size=8, epochs=8, warm_up=1, out=tmp_path / "drawn" / "bias.png"
+    )
     printed = capsys.readouterr().out
     assert all(name in printed for name in script.OBJECTIVES)
     # The oracle has neither bias nor error.
@@ -28,7 +32,9 @@ def test_estimator_bias_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_bias_of_the_sampled_sum_is_small_beside_that_of_the_nearest_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bias_of_the_sampled_sum_is_small_beside_that_of_the_nearest_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     script = load_script("frozen_bias.py")
     script.main(rows=2000, num_queries=32, batch_size=8, nearest=16, sampled=400, repeats=4)
     last = capsys.readouterr().out.split("0.1000")[1].split()
@@ -53,20 +59,34 @@ def test_both_roles_have_no_error_while_embeddings_stand_still(name: str) -> Non
 @pytest.mark.slow
 def test_objectives_are_timed_against_info_nce(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/objectives.py")
-    script.main(encoder="resnet18", batch_sizes=[4], num_items=50, image_size=32, repeats=1, device="cpu")
+    script.main(
+        encoder="resnet18", batch_sizes=[4], num_items=50, image_size=32, repeats=1, device="cpu"
+    )
     printed = capsys.readouterr().out
     assert all(name in printed for name in script.OBJECTIVES)
     assert printed.split("InfoNCE")[1].split()[3] == "1.0000"
 
 
 @pytest.mark.slow
-def test_training_steps_of_two_tools_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_steps_of_two_tools_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = load_script("bench/training.py")
     out = tmp_path / "steps.jsonl"
     rows = ["InfoNCE", "InfoNCE+not_deterministic", "rival"]
-    settings = {"batch_size": 4, "steps": 1, "repeats": 1, "chunk_size": 2, "out": out, "profile": tmp_path / "traces"}
+    settings = {
+        "batch_size": 4,
+        "steps": 1,
+        "repeats": 1,
+        "chunk_size": 2,
+        "out": out,
+        "profile": tmp_path / "traces",
+    }
     script.main(task="text", text_length=8, rows=rows, **settings)
-    assert "no row InfoNCE+not_deterministic: deterministic changes nothing without a GPU" in capsys.readouterr().out
+    assert (
+        "no row InfoNCE+not_deterministic: deterministic changes nothing without a GPU"
+        in capsys.readouterr().out
+    )
     found = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["row"], row["repeats"]) for row in found] == [("InfoNCE", 1), ("rival", 1)]
     assert found[0]["× InfoNCE"] == 1
@@ -87,7 +107,9 @@ def test_a_rival_that_is_not_installed_has_no_row(
     assert "views: no row rival: " in capsys.readouterr().out
 
 
-def test_training_steps_of_a_stopped_run_are_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_steps_of_a_stopped_run_are_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = load_script("bench/training.py")
     seconds = iter([0.1, 0.2])
 
@@ -129,7 +151,12 @@ def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) ->
 def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     script = load_script("bench/exact_search.py")
     script.main(documents=300, dim=16, queries=20, k=7, repeats=1)
-    assert sum(line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()) >= 2
+    assert (
+        sum(
+            line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()
+        )
+        >= 2
+    )
 
 
 @pytest.mark.slow
@@ -144,7 +171,10 @@ def test_prefixes_are_judged_by_exact_search() -> None:
     test = script.Retrieval(RetrievalSet(queries, Corpus(names, vectors, "vector"), qrels))
     found = script.qualities(VectorEncoder(6, tower="identity"), test, [2, 3, 6])
     for dim, score in found.items():
-        a, b = (v[:, :dim] / np.linalg.norm(v[:, :dim], axis=1, keepdims=True) for v in (queries.items, vectors))
+        a, b = (
+            v[:, :dim] / np.linalg.norm(v[:, :dim], axis=1, keepdims=True)
+            for v in (queries.items, vectors)
+        )
         own = a @ b.T
         rank = (own > own.diagonal()[:, None]).sum(axis=1)
         expected = np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean()
@@ -152,7 +182,9 @@ def test_prefixes_are_judged_by_exact_search() -> None:
     assert found[2] < found[6]
 
 
-def test_filtered_searches_are_exact_where_everything_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_filtered_searches_are_exact_where_everything_is_compared(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     script = load_script("bench/filtered.py")
     script.main(vectors=500, dim=8, queries=5, factories=("Flat", "HNSW8"), shares=(0.5, 0.05))
     flat, hnsw = capsys.readouterr().out.split("HNSW8")

@@ -22,17 +22,25 @@ def folder(tmp_path: Path) -> Path:
     (path / "qrels").mkdir(parents=True)
     documents = [draw.choice(WORDS, 12, replace=False) for _ in range(40)]
     for name, texts in (("corpus", documents), ("queries", [words[:3] for words in documents])):
-        rows = [json.dumps({"_id": f"{name[0]}{i}", "text": " ".join(words)}) for i, words in enumerate(texts)]
+        rows = [
+            json.dumps({"_id": f"{name[0]}{i}", "text": " ".join(words)})
+            for i, words in enumerate(texts)
+        ]
         (path / f"{name}.jsonl").write_text("\n".join(rows))
     for split, rows in (("train", range(30)), ("test", range(30, 40))):
         lines = [f"q{i}\tc{i}\t1" for i in rows]
-        (path / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]))
+        (path / "qrels" / f"{split}.tsv").write_text(
+            "\n".join(["query-id\tcorpus-id\tscore", *lines])
+        )
     return path
 
 
 @pytest.mark.slow
 def test_runs_are_tuned_kept_and_reported(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script = load_script("small_batch.py")
     tasks = sys.modules["comparison_tasks"]
@@ -40,9 +48,17 @@ def test_runs_are_tuned_kept_and_reported(
     for module in (script, sys.modules["comparison_table"]):
         monkeypatch.setattr(module, "ORDINARY_BATCH", 4)
     monkeypatch.setattr(script, "BEYOND_EDGE", 0)
-    script.TASKS["few"] = lambda path, model: tasks.on_features(*tasks.beir_parts(path), 1e-3, dim=8)
+    script.TASKS["few"] = lambda path, model: tasks.on_features(
+        *tasks.beir_parts(path), 1e-3, dim=8
+    )
     results = tmp_path / "results.jsonl"
-    how = {"objectives": ["InfoNCE", "ISIR"], "batch_sizes": [4], "epochs": 2, "seeds": 2, "results": results}
+    how = {
+        "objectives": ["InfoNCE", "ISIR"],
+        "batch_sizes": [4],
+        "epochs": 2,
+        "seeds": 2,
+        "results": results,
+    }
     script.run("few", folder, **how)
     lines = results.read_text().splitlines()
     # Three temperatures, two more rates, and one more seed.
@@ -61,10 +77,17 @@ def test_runs_are_tuned_kept_and_reported(
     for one in added:
         own = one["settings"]
         assert (own["objective"], own["equal"]) == ("ISIR", "passes")
-        alike = [of for of in chosen if all(of["settings"][k] == own[k] for k in ("rate", "temperature", "seed"))]
+        alike = [
+            of
+            for of in chosen
+            if all(of["settings"][k] == own[k] for k in ("rate", "temperature", "seed"))
+        ]
         assert own["pairs_seen"] == round(48 / (1 + alike[0]["extra_encodes"] / 2))
     script.run("few", folder, **how, equal="seconds")
-    longer = [json.loads(line)["settings"] for line in results.read_text().splitlines()[len(lines) + len(added) :]]
+    longer = [
+        json.loads(line)["settings"]
+        for line in results.read_text().splitlines()[len(lines) + len(added) :]
+    ]
     assert longer
     assert all(own["equal"] == "seconds" and own["pairs_seen"] > 48 for own in longer)
     # Of the quicker objective two lengths were tried.
@@ -82,7 +105,10 @@ def test_runs_are_tuned_kept_and_reported(
 
 @pytest.mark.slow
 def test_a_loss_named_by_its_import_path_is_a_row(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loss = """
 from pathlib import Path
@@ -104,8 +130,17 @@ class Attraction:
     script = load_script("small_batch.py")
     tasks = sys.modules["comparison_tasks"]
     monkeypatch.setattr(tasks, "HELD_OUT", 6)
-    script.TASKS["few"] = lambda path, model: tasks.on_features(*tasks.beir_parts(path), 1e-3, dim=8)
-    how = {"batch_sizes": [4], "pairs": 8, "epochs": 1, "seeds": 1, "temperatures": [0.1], "rates": [1.0]}
+    script.TASKS["few"] = lambda path, model: tasks.on_features(
+        *tasks.beir_parts(path), 1e-3, dim=8
+    )
+    how = {
+        "batch_sizes": [4],
+        "pairs": 8,
+        "epochs": 1,
+        "seeds": 1,
+        "temperatures": [0.1],
+        "rates": [1.0],
+    }
     results = tmp_path / "results.jsonl"
     script.run("few", folder, objectives=["attraction_alone.Attraction"], results=results, **how)
     (line,) = results.read_text().splitlines()
@@ -116,5 +151,13 @@ class Attraction:
     assert found["curve"][-1][2] != found["curve"][0][2]
     assert (tmp_path / "progress.txt").read_text().split() == ["0.0", "0.5"]
     assert "attraction_alone.Attraction B=4: 0." in capsys.readouterr().out
-    with pytest.raises(DualencError, match=r"attraction_alone\.Other: module .* has no attribute 'Other'; install"):
-        script.run("few", tmp_path / "no data", objectives=["attraction_alone.Other"], results=results, **how)
+    with pytest.raises(
+        DualencError, match=r"attraction_alone\.Other: module .* has no attribute 'Other'; install"
+    ):
+        script.run(
+            "few",
+            tmp_path / "no data",
+            objectives=["attraction_alone.Other"],
+            results=results,
+            **how,
+        )

@@ -33,8 +33,11 @@ def write_task(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
     return queries, documents
 
 
-def test_rows_and_references_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The table before training has the nDCG@10 that sentence-transformers' own evaluator gives it."""
+def test_rows_and_references_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table before training has the nDCG@10 that sentence-transformers' own evaluator gives
+    it."""
     queries, documents = write_task(tmp_path / "task")
     words = toy.text_model(tmp_path / "words")
     script = load_script("static.py")
@@ -45,7 +48,9 @@ def test_rows_and_references_are_measured(tmp_path: Path, capsys: pytest.Capture
     script.report(results)
     assert "InfoNCE 128" in capsys.readouterr().out
     tested = {
-        run["row"]: run["test"] for line in results.read_text().splitlines() if "test" in (run := json.loads(line))
+        run["row"]: run["test"]
+        for line in results.read_text().splitlines()
+        if "test" in (run := json.loads(line))
     }
     assert tested.keys() == {"BM25", "words, untrained", "distilled table", *rows}
 
@@ -54,6 +59,8 @@ def test_rows_and_references_are_measured(tmp_path: Path, capsys: pytest.Capture
     static = StaticEmbedding(transformer.tokenizer, embedding_weights=table)
     static.tokenizer.no_truncation()
     relevant = {f"q{row}": {f"d{row}"} for row in PARTS["test"]}
-    judge = InformationRetrievalEvaluator({own: queries[own] for own in relevant}, documents, relevant)
+    judge = InformationRetrievalEvaluator(
+        {own: queries[own] for own in relevant}, documents, relevant
+    )
     expected = judge(SentenceTransformer(modules=[static], device="cpu"))["cosine_ndcg@10"]
     assert tested["words, untrained"] == pytest.approx(expected, abs=1e-6)

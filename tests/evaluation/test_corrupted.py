@@ -1,4 +1,5 @@
-"""Versions of images, retrieval of the other view, and corruption errors, against slow loops and known cases."""
+"""Versions of images, retrieval of the other view, and corruption errors, against slow loops and
+known cases."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def slow(first: np.ndarray, second: np.ndarray) -> list[int]:
 
 
 @given(seed=st.integers(0, 999), images=st.integers(1, 4), versions=st.integers(2, 6))
-def test_versions_are_matched_within_their_image_only(seed: int, images: int, versions: int) -> None:
+def test_versions_are_matched_within_their_image_only(
+    seed: int, images: int, versions: int
+) -> None:
     features = np.random.default_rng(seed).normal(size=(images, 2, versions, 3))
     features[:, 1] += features[:, 0]
     found = nearest_versions(features)
@@ -78,7 +81,9 @@ CONDITIONS = [("gaussian_noise", 1), ("fog", 2), ("fog", 5)]
 
 def pictures(count: int, size: int = 32) -> list[Image.Image]:
     rng = np.random.default_rng(0)
-    return [Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(count)]
+    return [
+        Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(count)
+    ]
 
 
 def prepare(images: list[Image.Image], seeds: list[int] | None = None) -> dict[str, Tensor]:
@@ -86,7 +91,9 @@ def prepare(images: list[Image.Image], seeds: list[int] | None = None) -> dict[s
     pixels = torch.stack([torch.from_numpy(np.asarray(image, np.float32)) for image in images])
     if seeds is not None:
         pixels *= (
-            torch.tensor([np.random.default_rng(seed).uniform(0.5, 2) for seed in seeds]).float().view(-1, 1, 1, 1)
+            torch.tensor([np.random.default_rng(seed).uniform(0.5, 2) for seed in seeds])
+            .float()
+            .view(-1, 1, 1, 1)
         )
     return {"pixels": pixels}
 
@@ -113,7 +120,9 @@ class WithBad:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("views", [0, 2])
-def test_the_features_are_those_of_the_slow_loop(views: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_features_are_those_of_the_slow_loop(
+    views: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(image_versions, "VERSIONS_PER_FORWARD", 2 * 3 * 2)
     source = GeneratedCorruptions(CleanImages(pictures(6)), seed=4)
     versions = ImageVersions(source, CONDITIONS, prepare, views=views, seed=9)
@@ -132,13 +141,17 @@ def test_the_features_are_those_of_the_slow_loop(views: int, workers: int, monke
             image = source.image(index, name, severity)
             for view in range(max(views, 1)):
                 seeds = [derive_seed(9, index, name, severity, view, bits=32)] if views else None
-                assert np.allclose(found[place, view, c], encode(prepare([image], seeds))[0], rtol=1e-6)
+                assert np.allclose(
+                    found[place, view, c], encode(prepare([image], seeds))[0], rtol=1e-6
+                )
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_images_are_left_out_and_told(workers: int, capsys: pytest.CaptureFixture[str]) -> None:
     versions = ImageVersions(CleanImages(WithBad(pictures(4), {0, 2})), [CLEAN], prepare)
-    found = measure_versions(versions, encode, lambda rows, _: np.array(rows), range(4), num_workers=workers)
+    found = measure_versions(
+        versions, encode, lambda rows, _: np.array(rows), range(4), num_workers=workers
+    )
     assert found.tolist() == [1, 3]
     shown = capsys.readouterr().out
     assert all(f"left out row {row}: cannot be decoded" in shown for row in (0, 2))
@@ -148,9 +161,13 @@ def test_bad_images_are_left_out_and_told(workers: int, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
-    versions = ImageVersions(GeneratedCorruptions(CleanImages(pictures(2, size=28))), CONDITIONS, prepare)
+    versions = ImageVersions(
+        GeneratedCorruptions(CleanImages(pictures(2, size=28))), CONDITIONS, prepare
+    )
     with pytest.raises(DualencError, match="image 0 is 28x28; corruptions need 32x32") as error:
-        measure_versions(versions, encode, lambda _, features: features, range(2), num_workers=workers)
+        measure_versions(
+            versions, encode, lambda _, features: features, range(2), num_workers=workers
+        )
     assert "\n" not in str(error.value)
 
 
@@ -159,7 +176,12 @@ ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])
 
 def test_rows_show_accuracy_and_means() -> None:
     rows = robustness_rows(ERRORS, ["fog", "snow"], [1, 5])
-    assert rows[0] == {"corruption": "fog", "severity 1": 0.9, "severity 5": 0.7, "mean": pytest.approx(0.8)}
+    assert rows[0] == {
+        "corruption": "fog",
+        "severity 1": 0.9,
+        "severity 5": 0.7,
+        "mean": pytest.approx(0.8),
+    }
     assert rows[2]["corruption"] == "mean"
     assert rows[2]["severity 5"] == pytest.approx(0.55)
     assert rows[2]["mean"] == pytest.approx(0.7)

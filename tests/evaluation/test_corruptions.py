@@ -37,7 +37,9 @@ def picture(size: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:size, :size] / size
     waves = [np.sin(2 * np.pi * (a * x + b * y)) for a, b in rng.uniform(-3, 3, (3, 2))]
-    return np.uint8(np.clip(128 + 90 * np.stack(waves, -1) + rng.normal(0, 8, (size, size, 3)), 0, 255))
+    return np.uint8(
+        np.clip(128 + 90 * np.stack(waves, -1) + rng.normal(0, 8, (size, size, 3)), 0, 255)
+    )
 
 
 def test_the_names_are_those_of_the_library_in_its_order() -> None:
@@ -63,7 +65,8 @@ def test_the_pixels_are_those_of_the_library_under_the_same_seeds(name: str, siz
         ours = corrupt(image, name, severity, image_id=7, seed=3)
         assert ours.dtype == np.uint8
         assert ours.shape == image.shape
-        # Where no drop falls, spatter of the library is 0/0, cast to an unspecified byte: ours is the image.
+        # Where no drop falls, spatter of the library is 0/0, cast to an unspecified byte: ours is
+        # the image.
         assert (ours == expected).all() or (name == "spatter" and (ours == image).all())
         assert (ours != image).any() or name == "spatter"
 
@@ -84,7 +87,9 @@ def test_generators_in_any_state_make_no_difference_and_are_left_alone(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gaussian_noise", "impulse_noise", "glass_blur", "elastic_transform", "fog"])
+@pytest.mark.parametrize(
+    "name", ["gaussian_noise", "impulse_noise", "glass_blur", "elastic_transform", "fog"]
+)
 def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
     image = picture(32)
     base = corrupt(image, name, 2, image_id=0, seed=0)
@@ -94,7 +99,11 @@ def test_another_image_severity_or_seed_gives_other_noise(name: str) -> None:
 
 
 def test_spatter_without_a_drop_leaves_the_image() -> None:
-    unchanged = [seed for seed in range(40) if (corrupt(picture(32), "spatter", 1, seed=seed) == picture(32)).all()]
+    unchanged = [
+        seed
+        for seed in range(40)
+        if (corrupt(picture(32), "spatter", 1, seed=seed) == picture(32)).all()
+    ]
     assert 0 < len(unchanged) < 40
 
 
@@ -105,7 +114,9 @@ NAMES = ("gaussian_noise", "fog", "saturate")
 def cifar_c(tmp_path: Path) -> Path:
     """Four images; pixel value of image i of corruption c at severity s is 100c + 10s + i."""
     for number, name in enumerate(NAMES):
-        values = np.array([100 * number + 10 * severity + image for severity in range(1, 6) for image in range(4)])
+        values = np.array(
+            [100 * number + 10 * severity + image for severity in range(1, 6) for image in range(4)]
+        )
         pixels = np.broadcast_to(values[:, None, None, None], (20, 32, 32, 3)).astype(np.uint8)
         np.save(tmp_path / f"{name}.npy", pixels)
     np.save(tmp_path / "labels.npy", np.tile(np.array([3, 1, 4, 1], np.uint8), 5))
@@ -119,7 +130,9 @@ def tiny_c(tmp_path: Path) -> Path:
             for position, image in enumerate(("n02/b.JPEG", "n01/c.JPEG", "n01/a.JPEG")):
                 file = tmp_path / name / str(severity) / image
                 file.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("L", (64, 64), 100 * number + 10 * severity + position).save(file, format="PNG")
+                Image.new("L", (64, 64), 100 * number + 10 * severity + position).save(
+                    file, format="PNG"
+                )
     return tmp_path
 
 
@@ -158,7 +171,9 @@ def test_the_layouts_are_recognised(cifar_c: Path, tmp_path: Path) -> None:
     assert is_corrupted_folder(cifar_c)
     assert not is_corrupted_folder(tmp_path / "nowhere")
     (tmp_path / "weather" / "fog").mkdir(parents=True)
-    assert not is_corrupted_folder(tmp_path / "weather"), "a class of clean images, not a corruption"
+    assert not is_corrupted_folder(tmp_path / "weather"), (
+        "a class of clean images, not a corruption"
+    )
     with pytest.raises(DualencError, match="is it CIFAR-C or Tiny-ImageNet-C"):
         read_corrupted(tmp_path / "nowhere")
 
@@ -168,15 +183,26 @@ DAMAGE = [
         lambda folder: np.save(folder / "fog.npy", np.zeros((15, 32, 32, 3), np.uint8)),
         r"uint8 of shape \(15, 32, 32, 3\)",
     ),
-    (lambda folder: (folder / "fog.npy").write_bytes(b"\x93NUMPY"), "fog.npy: not a whole .npy file"),
+    (
+        lambda folder: (folder / "fog.npy").write_bytes(b"\x93NUMPY"),
+        "fog.npy: not a whole .npy file",
+    ),
     (lambda folder: (folder / "labels.npy").unlink(), "labels.npy: no such file"),
-    (lambda folder: np.save(folder / "labels.npy", np.arange(20)), "20 labels are no five equal blocks"),
-    (lambda folder: np.save(folder / "fog.npy", np.zeros((20, 32, 32, 3))), "fog.npy: float64 of shape"),
+    (
+        lambda folder: np.save(folder / "labels.npy", np.arange(20)),
+        "20 labels are no five equal blocks",
+    ),
+    (
+        lambda folder: np.save(folder / "fog.npy", np.zeros((20, 32, 32, 3))),
+        "fog.npy: float64 of shape",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[message for _, message in DAMAGE])
-def test_damage_to_cifar_c_is_told(cifar_c: Path, damage: Callable[[Path], object], message: str) -> None:
+def test_damage_to_cifar_c_is_told(
+    cifar_c: Path, damage: Callable[[Path], object], message: str
+) -> None:
     damage(cifar_c)
     with pytest.raises(DualencError, match=message):
         CifarC(cifar_c)

@@ -1,4 +1,5 @@
-"""Metrics against matrices worked by hand, a slow loop and other libraries; the paired bootstrap against the t-test."""
+"""Metrics against matrices worked by hand, a slow loop and other libraries; the paired bootstrap
+against the t-test."""
 
 from __future__ import annotations
 
@@ -65,10 +66,14 @@ def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
     scored = score_queries(qrels, remove_self_matches(run, qrels), (1, 3, 10))
     assert list(scored) == list(qrels)
     for query, grades in qrels.items():
-        retrieved = {doc: score for doc, score in run.get(query, {}).items() if doc != query or doc in grades}
+        retrieved = {
+            doc: score for doc, score in run.get(query, {}).items() if doc != query or doc in grades
+        }
         for k in (1, 3, 10):
             expected = slow_scores(grades, retrieved, k)
-            assert {name: scored[query][name] for name in expected} == pytest.approx(expected, abs=1e-9)
+            assert {name: scored[query][name] for name in expected} == pytest.approx(
+                expected, abs=1e-9
+            )
 
 
 @pytest.mark.slow
@@ -77,8 +82,12 @@ def test_equals_the_definitions_written_out(qrels: dict, run: dict) -> None:
 def test_equals_trec_eval_and_counts_missing_queries_as_zero(qrels: dict, run: dict) -> None:
     means = mean_scores(score_queries(qrels, run, (1, 3, 10)))
     # A query with nothing above -2 crashes it.
-    grades = {query: {doc: max(grade, -1) for doc, grade in docs.items()} for query, docs in qrels.items()}
-    trec = pytrec_eval.RelevanceEvaluator(grades, {"ndcg_cut.1,3,10", "map_cut.1,3,10", "recall.1,3,10"})
+    grades = {
+        query: {doc: max(grade, -1) for doc, grade in docs.items()} for query, docs in qrels.items()
+    }
+    trec = pytrec_eval.RelevanceEvaluator(
+        grades, {"ndcg_cut.1,3,10", "map_cut.1,3,10", "recall.1,3,10"}
+    )
     per_query = trec.evaluate(run)
     for ours, theirs in {"ndcg": "ndcg_cut", "map": "map_cut", "recall": "recall"}.items():
         for k in (1, 3, 10):
@@ -87,7 +96,8 @@ def test_equals_trec_eval_and_counts_missing_queries_as_zero(qrels: dict, run: d
 
 
 def test_a_ranking_worked_by_hand() -> None:
-    """Ranking d3 (0), d2 (2), d1 (1), with d9 (3) missed; d1 and d4 tie, and the higher id d4 goes first."""
+    """Ranking d3 (0), d2 (2), d1 (1), with d9 (3) missed; d1 and d4 tie, and the higher id d4 goes
+    first."""
     qrels = {"q": {"d1": 1, "d2": 2, "d9": 3, "d4": 0}}
     run = {"q": {"d3": 0.9, "d2": 0.8, "d1": 0.7, "d4": 0.7}}
     scores = score_queries(qrels, run, (2, 4))["q"]
@@ -104,7 +114,9 @@ def test_a_ranking_worked_by_hand() -> None:
 @pytest.mark.parametrize("rank", [1, 3, 7, 49, 100])
 def test_mrr_is_cut_exactly_at_k(rank: int) -> None:
     run = {"q": {f"d{i}": 1.0 / i for i in range(1, 101)}}
-    scores = score_queries({"q": {f"d{rank}": 1}}, run, tuple(k for k in (rank - 1, rank) if k))["q"]
+    scores = score_queries({"q": {f"d{rank}": 1}}, run, tuple(k for k in (rank - 1, rank) if k))[
+        "q"
+    ]
     assert scores[f"mrr@{rank}"] == pytest.approx(1 / rank)
     assert scores.get(f"mrr@{rank - 1}", 0.0) == 0.0
 
@@ -128,7 +140,10 @@ def test_equals_sentence_transformers_where_the_definitions_agree() -> None:
 
     generator = np.random.default_rng(0)
     matrix = generator.permuted(np.tile(np.linspace(0, 1, 40), (15, 1)), axis=1)
-    relevant = {f"q{i}": {f"d{j}" for j in generator.choice(40, 1 + i % 6, replace=False)} for i in range(15)}
+    relevant = {
+        f"q{i}": {f"d{j}" for j in generator.choice(40, 1 + i % 6, replace=False)}
+        for i in range(15)
+    }
     texts = {f"q{i}": str(i) for i in range(15)}, {f"d{j}": str(j) for j in range(40)}
     evaluator = InformationRetrievalEvaluator(
         *texts,
@@ -143,7 +158,9 @@ def test_equals_sentence_transformers_where_the_definitions_agree() -> None:
     )
     theirs = evaluator.compute_all_metrics(_NumberEncoder())["given"]
     run = {f"q{i}": {f"d{j}": matrix[i, j] for j in range(40)} for i in range(15)}
-    ours = mean_scores(score_queries({q: dict.fromkeys(docs, 1) for q, docs in relevant.items()}, run, (1, 10)))
+    ours = mean_scores(
+        score_queries({q: dict.fromkeys(docs, 1) for q, docs in relevant.items()}, run, (1, 10))
+    )
     names = {
         "ndcg": "ndcg@k",
         "recall": "recall@k",
@@ -158,7 +175,8 @@ def test_equals_sentence_transformers_where_the_definitions_agree() -> None:
 
 
 class _NumberEncoder:
-    """Stands where a SentenceTransformer would: the scores are given, so the embeddings do not matter."""
+    """Stands where a SentenceTransformer would: the scores are given, so the embeddings do not
+    matter."""
 
     def encode_query(self, sentences: list[str], **_: object) -> object:
         import torch
@@ -172,24 +190,36 @@ def test_ranks_on_a_matrix_worked_by_hand() -> None:
     """Three images, two captions each; they find a caption of theirs at rank 1, 2 and 5."""
     captions = np.eye(6, dtype=np.float32)
     images = np.array(
-        [[0.9, 0.1, 0.5, 0.4, 0.3, 0.2], [0.0, 0.9, 0.8, 0.1, 0.2, 0.3], [0.9, 0.8, 0.7, 0.6, 0.1, 0.2]],
+        [
+            [0.9, 0.1, 0.5, 0.4, 0.3, 0.2],
+            [0.0, 0.9, 0.8, 0.1, 0.2, 0.3],
+            [0.9, 0.8, 0.7, 0.6, 0.1, 0.2],
+        ],
         np.float32,
     )
     ranks = best_positive_ranks(images, captions, [[0, 1], [2, 3], [4, 5]])
     assert ranks.tolist() == [1, 2, 5]
-    assert recall_at(ranks, (1, 2, 5)) == pytest.approx({"recall@1": 1 / 3, "recall@2": 2 / 3, "recall@5": 1.0})
-    # The other way: caption 0 ties between images 0 and 2, caption 5 too: a tie counts against the model.
+    assert recall_at(ranks, (1, 2, 5)) == pytest.approx(
+        {"recall@1": 1 / 3, "recall@2": 2 / 3, "recall@5": 1.0}
+    )
+    # The other way: caption 0 ties between images 0 and 2, caption 5 too: a tie counts against the
+    # model.
     owners = [[0], [0], [1], [1], [2], [2]]
     assert best_positive_ranks(captions, images, owners).tolist() == [2, 3, 1, 3, 3, 3]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
-def test_ranks_equal_a_loop_whatever_the_block(seed: int, rows: int, columns: int, block: int) -> None:
+def test_ranks_equal_a_loop_whatever_the_block(
+    seed: int, rows: int, columns: int, block: int
+) -> None:
     generator = np.random.default_rng(seed)
     queries = generator.integers(-2, 3, (rows, 3)).astype(np.float32)
     candidates = generator.integers(-2, 3, (columns, 3)).astype(np.float32)
-    positives = [generator.choice(columns, generator.integers(0, columns + 1), replace=False) for _ in range(rows)]
+    positives = [
+        generator.choice(columns, generator.integers(0, columns + 1), replace=False)
+        for _ in range(rows)
+    ]
     with patch.object(metrics, "rows_at_once", lambda candidates: block):
         ranks = best_positive_ranks(queries, candidates, positives)
     for row, rank in enumerate(ranks):
@@ -204,7 +234,10 @@ def test_ranks_equal_a_loop_whatever_the_block(seed: int, rows: int, columns: in
     [
         (lambda: score_queries({}, {}), "empty"),
         (lambda: score_queries({"q": {"d": 1}}, {"q": {"d": math.nan}}), "query q"),
-        (lambda: best_positive_ranks(np.full((1, 3), np.nan), np.ones((2, 3)), [[0]]), "not finite"),
+        (
+            lambda: best_positive_ranks(np.full((1, 3), np.nan), np.ones((2, 3)), [[0]]),
+            "not finite",
+        ),
     ],
 )
 def test_a_refusal(call: object, message: str) -> None:

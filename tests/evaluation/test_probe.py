@@ -1,4 +1,5 @@
-"""Probes against scikit-learn, torch's own scheduler and votes counted by hand; none looks at the test labels."""
+"""Probes against scikit-learn, torch's own scheduler and votes counted by hand; none looks at the
+test labels."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ from dualenc.evaluation.probe import (
 )
 
 
-def clusters(count: int, classes: int, seed: int, spread: float = 1.0, dim: int = 6) -> tuple[np.ndarray, np.ndarray]:
-    """Points around class centres that do not depend on the seed; the features have different scales."""
+def clusters(
+    count: int, classes: int, seed: int, spread: float = 1.0, dim: int = 6
+) -> tuple[np.ndarray, np.ndarray]:
+    """Points around class centres that do not depend on the seed; the features have different
+    scales."""
     centres = np.random.default_rng(99).normal(size=(classes, dim))
     rng = np.random.default_rng(seed)
     labels = np.arange(count) % classes
@@ -44,9 +48,14 @@ def test_the_gradient_of_the_stated_objective_vanishes(classes: int) -> None:
         weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
     weight = torch.tensor(weight, dtype=torch.float64, requires_grad=True)
     bias = torch.tensor(bias, dtype=torch.float64, requires_grad=True)
-    standardised = torch.tensor((features - features.mean(0)) / features.std(0), dtype=torch.float64)
+    standardised = torch.tensor(
+        (features - features.mean(0)) / features.std(0), dtype=torch.float64
+    )
     logits = standardised @ weight.T + bias
-    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)) + 1e-2 / 2 * weight.square().sum()
+    loss = (
+        torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
+        + 1e-2 / 2 * weight.square().sum()
+    )
     loss.backward()
     assert weight.grad.abs().max() < 1e-3
     assert bias.grad.abs().max() < 1e-3
@@ -55,7 +64,9 @@ def test_the_gradient_of_the_stated_objective_vanishes(classes: int) -> None:
 @pytest.mark.parametrize("classes", [2, 5])
 def test_predictions_are_those_of_a_scikit_learn_pipeline(classes: int) -> None:
     (train, labels), (test, _) = clusters(150, classes, 0), clusters(100, classes, 1)
-    reference = make_pipeline(StandardScaler(), LogisticRegression(C=1 / (1e-3 * 150), max_iter=5000, tol=1e-8))
+    reference = make_pipeline(
+        StandardScaler(), LogisticRegression(C=1 / (1e-3 * 150), max_iter=5000, tol=1e-8)
+    )
     expected = reference.fit(train.astype(np.float64), labels).predict(test)
     found = linear_probe(train, labels, l2=[1e-3])
     assert np.mean(found.classifier.predict(test) == expected) >= 0.99
@@ -68,7 +79,9 @@ def test_the_sweep_chooses_the_best_on_a_tenth_of_the_images() -> None:
     assert set(found.validation) == {1e-5, 1e-2, 10.0}
     assert found.validation[found.l2] == max(found.validation.values())
     rest, part = train_test_split(np.arange(60), test_size=6, random_state=0, stratify=labels)
-    reference = make_pipeline(StandardScaler(), LogisticRegression(C=1 / (1e-2 * 54), max_iter=5000, tol=1e-8))
+    reference = make_pipeline(
+        StandardScaler(), LogisticRegression(C=1 / (1e-2 * 54), max_iter=5000, tol=1e-8)
+    )
     score = reference.fit(train[rest], labels[rest]).score(train[part], labels[part])
     assert found.validation[1e-2] == pytest.approx(score)
 
@@ -82,7 +95,9 @@ def features(count: int, dim: int, seed: int) -> np.ndarray:
 def test_the_weighted_vote_is_that_of_scikit_learn(seed: int, k: int, classes: int) -> None:
     train, test = features(60, 5, seed), features(30, 5, seed + 1)
     labels = np.random.default_rng(seed).integers(0, classes, 60)
-    reference = KNeighborsClassifier(k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    reference = KNeighborsClassifier(
+        k, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    )
     expected = reference.fit(train, labels).predict(test)
     assert (knn_predict(train, labels, test, k=k) == expected).all()
 
@@ -100,11 +115,16 @@ def test_a_vote_counts_closeness_or_heads_by_temperature() -> None:
     for temperature in (0.07, 1e-4):  # the smaller one must not overflow
         assert knn_predict(train, labels, test, k=3, temperature=temperature).tolist() == [0]
     # A tie goes to the lower class.
-    assert knn_predict(np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([4, 2]), test, k=2).tolist() == [2]
+    assert knn_predict(
+        np.array([[1.0, 0.0], [1.0, 0.0]]), np.array([4, 2]), test, k=2
+    ).tolist() == [2]
 
 
 def test_unit_rows_leave_a_zero_row_alone() -> None:
-    assert unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [[pytest.approx(0.6), pytest.approx(0.8)], [0, 0]]
+    assert unit_rows(np.array([[3.0, 4.0], [0.0, 0.0]])).tolist() == [
+        [pytest.approx(0.6), pytest.approx(0.8)],
+        [0, 0],
+    ]
 
 
 def with_probe(**changes: Any) -> Callable[[], object]:
@@ -121,7 +141,10 @@ def with_knn(**changes: Any) -> Callable[[], object]:
 REFUSALS: list[tuple[Callable[[], object], str]] = [
     (with_probe(train_labels=np.zeros(20, int)), "all training images have the label 0"),
     (with_probe(train=np.full((20, 6), np.nan)), "not finite"),
-    (with_probe(train=np.eye(2), train_labels=np.arange(2), l2=L2_SWEEP), "2 training images are too few"),
+    (
+        with_probe(train=np.eye(2), train_labels=np.arange(2), l2=L2_SWEEP),
+        "2 training images are too few",
+    ),
     (with_knn(k=5), "k=5: there are 4 training images"),
     (with_knn(temperature=0.0), "temperature=0.0"),
     (with_knn(test=np.array([[0.0, np.nan]])), "row 0 of the test features is not finite"),

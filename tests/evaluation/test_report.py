@@ -12,7 +12,7 @@ from rich.cells import cell_len
 
 from dualenc.evaluation import plots
 from dualenc.evaluation.layout import shorten
-from dualenc.evaluation.report import Figure, Table, as_text, print_table, write_report
+from dualenc.evaluation.report_page import Figure, Table, as_text, print_table, write_report
 
 NASTY = "<script>document.title='owned'</script> & \"quotes\" \x1b[2J"
 
@@ -22,16 +22,31 @@ def page(tmp_path: Path) -> Path:
     figures = [
         Figure("Lines", plots.lines({"run": ([1, 2, 3], [3, 2, 1]), NASTY: ([1, 2], [2, 3])})),
     ]
-    tables = [Table("Metrics", [{"data": NASTY, "ndcg@10": 0.5}, {"data": "mean", "ndcg@10": 0.25}])]
+    tables = [
+        Table("Metrics", [{"data": NASTY, "ndcg@10": 0.5}, {"data": "mean", "ndcg@10": 0.25}])
+    ]
     path = tmp_path / "report.html"
-    write_report(path, "Retrieval on toy", facts={"model": "toy & co", "size": 12345}, figures=figures, tables=tables)
+    write_report(
+        path,
+        "Retrieval on toy",
+        facts={"model": "toy & co", "size": 12345},
+        figures=figures,
+        tables=tables,
+    )
     return path
 
 
 @pytest.mark.slow
 def test_the_page_shows_everything_escaped_and_loads_nothing(page: Path) -> None:
     html = page.read_text(encoding="utf-8")
-    for expected in ("Retrieval on toy", "toy &amp; co", "12,345", "0.5000", "&lt;script&gt;", r"\x1b[2J"):
+    for expected in (
+        "Retrieval on toy",
+        "toy &amp; co",
+        "12,345",
+        "0.5000",
+        "&lt;script&gt;",
+        r"\x1b[2J",
+    ):
         assert expected in html
     assert "<script" not in html
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", html)
@@ -50,7 +65,14 @@ def test_names_in_plots_stay_names(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.64512, "0.6451"), (12345, "12,345"), (12345.6, "12,346"), (None, "–"), ("x", "x"), (True, "True")],
+    [
+        (0.64512, "0.6451"),
+        (12345, "12,345"),
+        (12345.6, "12,346"),
+        (None, "–"),
+        ("x", "x"),
+        (True, "True"),
+    ],
 )
 def test_values_as_a_reader_wants_them(value: object, text: str) -> None:
     assert as_text(value) == text
@@ -170,7 +192,9 @@ def printed_lines(
     return re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
 
 
-def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_names_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     print_table(Table("of \x1b]0;title\x07", [{"id\x9b": "\x1b[31mred :bug:", "score": 0.5}]))
     printed = capsys.readouterr().out
     assert not any(character in printed for character in "\x1b\x07\x9b")

@@ -25,14 +25,18 @@ from dualenc.evaluation.retrieval import (
 from tests.result_files import read_per_query
 
 
-def random_collection(seed: int = 0) -> tuple[list[str], np.ndarray, list[str], np.ndarray, dict[str, dict[str, int]]]:
+def random_collection(
+    seed: int = 0,
+) -> tuple[list[str], np.ndarray, list[str], np.ndarray, dict[str, dict[str, int]]]:
     """Queries and documents share ids, so that self-matches occur and score highest."""
     generator = np.random.default_rng(seed)
     documents = generator.standard_normal((60, 8)).astype(np.float32)
     queries = documents[:10] + 0.8 * generator.standard_normal((10, 8)).astype(np.float32)
     ids = [f"x{number}" for number in range(60)]
     qrels = {
-        ids[q]: {ids[d]: int(g) for d, g in zip(generator.choice(60, 5), generator.integers(0, 3, 5))}
+        ids[q]: {
+            ids[d]: int(g) for d, g in zip(generator.choice(60, 5), generator.integers(0, 3, 5))
+        }
         for q in range(10)
     }
     return ids[:10], queries, ids, documents, qrels
@@ -42,7 +46,11 @@ def test_retrieval_equals_sorting_all_documents_but_the_query_itself() -> None:
     query_ids, queries, ids, documents, _ = random_collection()
     run = retrieve(query_ids, queries, ids, documents, depth=7, qrels={"x3": {"x3": 1}})
     for row, query in enumerate(query_ids):
-        order = [ids[column] for column in np.argsort(-documents @ queries[row]) if ids[column] != query or row == 3]
+        order = [
+            ids[column]
+            for column in np.argsort(-documents @ queries[row])
+            if ids[column] != query or row == 3
+        ]
         assert list(run[query]) == order[:7]
     kept = retrieve(query_ids, queries, ids, documents, depth=60)
     assert all(query in kept[query] and len(kept[query]) == 60 for query in query_ids)
@@ -51,24 +59,43 @@ def test_retrieval_equals_sorting_all_documents_but_the_query_itself() -> None:
 def test_the_run_file_gives_trec_eval_the_same_numbers(tmp_path: Path) -> None:
     query_ids, queries, ids, documents, qrels = random_collection()
     result = Result(
-        "toy model", "toy", retrieve(query_ids, queries, ids, documents, depth=20, qrels=qrels), qrels, len(ids)
+        "toy model",
+        "toy",
+        retrieve(query_ids, queries, ids, documents, depth=20, qrels=qrels),
+        qrels,
+        len(ids),
     )
     result.write(tmp_path)
     with open(tmp_path / "run.trec", encoding="utf-8") as stream:
         run = pytrec_eval.parse_run(stream)
-    theirs = pytrec_eval.RelevanceEvaluator(qrels, {"ndcg_cut.10", "recall.10", "map_cut.100"}).evaluate(run)
-    for ours, name in {"ndcg@10": "ndcg_cut_10", "recall@10": "recall_10", "map@100": "map_cut_100"}.items():
-        assert result.means[ours] == pytest.approx(np.mean([scores[name] for scores in theirs.values()]))
+    theirs = pytrec_eval.RelevanceEvaluator(
+        qrels, {"ndcg_cut.10", "recall.10", "map_cut.100"}
+    ).evaluate(run)
+    for ours, name in {
+        "ndcg@10": "ndcg_cut_10",
+        "recall@10": "recall_10",
+        "map@100": "map_cut_100",
+    }.items():
+        assert result.means[ours] == pytest.approx(
+            np.mean([scores[name] for scores in theirs.values()])
+        )
     assert read_per_query(tmp_path / "per_query.ndjson") == result.per_query
 
 
 def test_cutting_a_run_orders_ties_by_descending_id() -> None:
-    assert list(first_documents({"q": {"a": 1.0, "c": 1.0, "b": 1.0, "d": 2.0}}, 3)["q"]) == ["d", "c", "b"]
+    assert list(first_documents({"q": {"a": 1.0, "c": 1.0, "b": 1.0, "d": 2.0}}, 3)["q"]) == [
+        "d",
+        "c",
+        "b",
+    ]
 
 
 def test_the_summary_has_a_mean_row_for_each_system_over_several_collections() -> None:
     run = {"q": {"d": 1.0}}
-    good, bad = Result("model", "one", run, {"q": {"d": 1}}, 1), Result("model", "two", run, {"q": {"e": 1}}, 1)
+    good, bad = (
+        Result("model", "one", run, {"q": {"d": 1}}, 1),
+        Result("model", "two", run, {"q": {"e": 1}}, 1),
+    )
     bm25 = [Result("BM25", name, run, {"q": {"d": 1}}, 1) for name in ("one", "two")]
     rows = summary_rows([good, bm25[0], bad, bm25[1]])
     assert [(row["data"], row["system"], row["ndcg@10"]) for row in rows] == [
@@ -116,7 +143,9 @@ def test_equals_the_formula(query: str, documents: list[str], k: int) -> None:
     assert len(run) == min(k, len(found))
     for document, score in run.items():
         assert score == pytest.approx(found[document], rel=1e-5)
-    assert sorted(run.values(), reverse=True) == pytest.approx(sorted(found.values(), reverse=True)[:k], rel=1e-5)
+    assert sorted(run.values(), reverse=True) == pytest.approx(
+        sorted(found.values(), reverse=True)[:k], rel=1e-5
+    )
 
 
 def test_ties_at_the_cut_go_to_the_higher_id() -> None:

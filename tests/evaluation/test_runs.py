@@ -17,14 +17,18 @@ from tests.result_files import read_per_query
 names = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=5)
 runs = st.dictionaries(
     names,
-    st.dictionaries(names, st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=5),
+    st.dictionaries(
+        names, st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=5
+    ),
     max_size=4,
 )
 
 
 @pytest.mark.slow
 @given(runs)
-def test_a_run_reads_back_the_same_in_pytrec_eval(tmp_path_factory: pytest.TempPathFactory, run: dict) -> None:
+def test_a_run_reads_back_the_same_in_pytrec_eval(
+    tmp_path_factory: pytest.TempPathFactory, run: dict
+) -> None:
     path = tmp_path_factory.mktemp("runs") / "run.trec"
     write_trec(path, run)
     with open(path, encoding="utf-8") as stream:
@@ -47,7 +51,9 @@ def test_a_per_query_log_reads_back(tmp_path: Path) -> None:
     assert read_per_query(tmp_path / "log.ndjson") == per_query
 
 
-@pytest.mark.parametrize("run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}, {"q": {"\udcff": 1.0}}])
+@pytest.mark.parametrize(
+    "run", [{"q 1": {"d": 1.0}}, {"q": {"d 1": 1.0}}, {"": {"d": 1.0}}, {"q": {"\udcff": 1.0}}]
+)
 def test_ids_that_the_format_cannot_hold_leave_no_file(run: dict, tmp_path: Path) -> None:
     with pytest.raises(DualencError, match="white space"):
         write_trec(tmp_path / "run.trec", run)

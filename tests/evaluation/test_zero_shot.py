@@ -1,4 +1,5 @@
-"""Zero-shot classification by hand, against scikit-learn, and what templates and labels may get wrong."""
+"""Zero-shot classification by hand, against scikit-learn, and what templates and labels may get
+wrong."""
 
 from __future__ import annotations
 
@@ -21,13 +22,20 @@ from dualenc.evaluation.zero_shot import (
 
 
 def test_by_hand() -> None:
-    """Three classes on the axes; the third image is nearest to class 0, its own class 2 comes last."""
-    images = np.array([[0.9, 0.1, 0.0], [0.2, 0.9, 0.1], [0.8, 0.5, 0.1], [0.1, 0.5, 0.8]], np.float32)
+    """Three classes on the axes; the third image is nearest to class 0, its own class 2 comes
+    last."""
+    images = np.array(
+        [[0.9, 0.1, 0.0], [0.2, 0.9, 0.1], [0.8, 0.5, 0.1], [0.1, 0.5, 0.8]], np.float32
+    )
     labels = np.array([0, 1, 2, 2])
     ranks = best_positive_ranks(images, np.eye(3, dtype=np.float32), labels[:, None].tolist())
     assert ranks.tolist() == [1, 1, 3, 1]
     scores = zero_shot_accuracy(ranks, labels, 3, (1, 2, 5))
-    assert scores == {"top@1": 0.75, "top@2": 0.75, "mean_per_class": pytest.approx((1 + 1 + 0.5) / 3)}
+    assert scores == {
+        "top@1": 0.75,
+        "top@2": 0.75,
+        "mean_per_class": pytest.approx((1 + 1 + 0.5) / 3),
+    }
 
 
 def test_equals_scikit_learn() -> None:
@@ -39,7 +47,9 @@ def test_equals_scikit_learn() -> None:
     similarity = images @ classes.T
     for k in (1, 5):
         assert scores[f"top@{k}"] == pytest.approx(top_k_accuracy_score(labels, similarity, k=k))
-    assert scores["mean_per_class"] == pytest.approx(balanced_accuracy_score(labels, similarity.argmax(1)))
+    assert scores["mean_per_class"] == pytest.approx(
+        balanced_accuracy_score(labels, similarity.argmax(1))
+    )
 
 
 def test_an_ensemble_is_the_unit_mean_of_unit_prompts() -> None:
@@ -48,7 +58,12 @@ def test_an_ensemble_is_the_unit_mean_of_unit_prompts() -> None:
 
 
 def test_prompts_are_grouped_by_class() -> None:
-    assert class_prompts(["cat", "{dog}"], ["a {}", "the {}"]) == ["a cat", "the cat", "a {dog}", "the {dog}"]
+    assert class_prompts(["cat", "{dog}"], ["a {}", "the {}"]) == [
+        "a cat",
+        "the cat",
+        "a {dog}",
+        "the {dog}",
+    ]
     assert all(template.count("{}") == 1 for template in TEMPLATES)
     assert len(set(TEMPLATES)) == len(TEMPLATES)
 
@@ -68,7 +83,10 @@ def test_class_names_are_made_readable(name: str, readable: str) -> None:
         (b"", "no template"),
         (b"ok {}\nnone\n", ":2: a template needs"),
         (b"{} {}", ":1:"),
-        (b"ok {}\n\xff {}\n", r"prompts\.txt:2: not UTF-8 text \(byte 0xff\); save the file as UTF-8"),
+        (
+            b"ok {}\n\xff {}\n",
+            r"prompts\.txt:2: not UTF-8 text \(byte 0xff\); save the file as UTF-8",
+        ),
     ],
 )
 def test_bad_templates(text: bytes, message: str, tmp_path: Path) -> None:

@@ -14,7 +14,16 @@ from datasets import Dataset, DatasetDict, concatenate_datasets
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.integrations import ids
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, MomentumQueue, Objective, SogCLR
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    GlobalCache,
+    InfoNCE,
+    Matryoshka,
+    MomentumQueue,
+    Objective,
+    SogCLR,
+)
 from tests.test_docs import ROOT, code
 from tests.training.launched import launch
 
@@ -45,21 +54,39 @@ def pairs(count: int = 48, negatives: int = 0) -> Dataset:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = {**sizes, "intermediate_size": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    sizes = {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = {
+        **sizes,
+        "intermediate_size": 64,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    TextEncoder(config=config, tokenizer=train_tokenizer([" ".join(WORDS)] * 9, vocab_size=300)).save(folder)
+    TextEncoder(
+        config=config, tokenizer=train_tokenizer([" ".join(WORDS)] * 9, vocab_size=300)
+    ).save(folder)
     return folder
 
 
 def objective_of(name: str, texts: PairTexts) -> Objective:
-    sizes: dict[str, Any] = {"num_left": texts.num_left, "num_right": texts.num_right, "temperature": 0.1}
+    sizes: dict[str, Any] = {
+        "num_left": texts.num_left,
+        "num_right": texts.num_right,
+        "temperature": 0.1,
+    }
     if name == "SogCLR+":
         return SogCLR(**sizes, positive_in_softmax=True, learnable_temperature=True)
     if name == "Matryoshka":
         return Matryoshka(GlobalCache(**sizes), dims=[16])
-    return {"InfoNCE": InfoNCE, "ISIR": ISIR, "EMC2": EMC2, "GlobalCache": GlobalCache}[name](**sizes)
+    return {"InfoNCE": InfoNCE, "ISIR": ISIR, "EMC2": EMC2, "GlobalCache": GlobalCache}[name](
+        **sizes
+    )
 
 
 def train(
@@ -68,27 +95,52 @@ def train(
     dataset, texts = with_ids(pairs(negatives=named.pop("negatives", 0)))
     torch.manual_seed(0)
     model = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
-    settings = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "learning_rate": 1e-3, "use_cpu": True}
-    settings |= {"report_to": [], "disable_tqdm": True, "logging_steps": 5, "save_strategy": "no", **named}
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 3,
+        "learning_rate": 1e-3,
+        "use_cpu": True,
+    }
+    settings |= {
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 5,
+        "save_strategy": "no",
+        **named,
+    }
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(output), **settings)
     loss = GlobalLoss(model, objective_of(objective, texts), texts)
-    trainer = GlobalLossTrainer(model, arguments, train_dataset=dataset, eval_dataset=dataset, loss=loss)
+    trainer = GlobalLossTrainer(
+        model, arguments, train_dataset=dataset, eval_dataset=dataset, loss=loss
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 def weights(trainer: GlobalLossTrainer) -> dict[str, torch.Tensor]:
-    model = {name: value.clone() for name, value in trainer.model.state_dict().items() if value.is_floating_point()}
-    return model | {f"objective.{n}": v.clone() for n, v in trainer.loss.objective.state_dict().items()}
+    model = {
+        name: value.clone()
+        for name, value in trainer.model.state_dict().items()
+        if value.is_floating_point()
+    }
+    return model | {
+        f"objective.{n}": v.clone() for n, v in trainer.loss.objective.state_dict().items()
+    }
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel())
+    return max(
+        float((one[name].double() - other[name].double()).abs().max())
+        for name in one
+        if one[name].numel()
+    )
 
 
 def test_equal_texts_have_equal_ids() -> None:
-    dataset, texts = with_ids(Dataset.from_dict({"q": ["a", "b", "a"], "p": ["x", "y", "y"], "n": ["y", "z", "x"]}))
+    dataset, texts = with_ids(
+        Dataset.from_dict({"q": ["a", "b", "a"], "p": ["x", "y", "y"], "n": ["y", "z", "x"]})
+    )
     assert dataset["label"] == [[0, 0, 1], [1, 1, 2], [0, 1, 0]]
     assert (texts.num_left, texts.num_right) == (2, 3)
     assert texts("right", torch.tensor([2, 0])) == ["z", "x"]
@@ -100,35 +152,60 @@ def test_equal_texts_have_equal_ids() -> None:
 
 
 def test_weight_decay_leaves_the_temperature_alone(model_folder: Path, tmp_path: Path) -> None:
-    trainer = train(model_folder, tmp_path, max_steps=1, weight_decay=0.1, learning_rate_mapping={"temperature": 0.5})
+    trainer = train(
+        model_folder,
+        tmp_path,
+        max_steps=1,
+        weight_decay=0.1,
+        learning_rate_mapping={"temperature": 0.5},
+    )
     tau = trainer.loss.objective.log_temperature
     trainer.create_optimizer()
     for groups in (trainer.optimizer.param_groups, trainer.create_optimizer().param_groups):
-        found = [(g["weight_decay"], g["initial_lr"]) for g in groups for p in g["params"] if p is tau]
+        found = [
+            (g["weight_decay"], g["initial_lr"]) for g in groups for p in g["params"] if p is tau
+        ]
         assert found == [(0.0, 0.5)]
 
 
-@pytest.mark.parametrize("objective", ["SogCLR+", "GlobalCache", pytest.param("EMC2", marks=pytest.mark.nightly)])
-def test_training_lowers_the_loss_of_evaluation(model_folder: Path, tmp_path: Path, objective: str) -> None:
+@pytest.mark.parametrize(
+    "objective", ["SogCLR+", "GlobalCache", pytest.param("EMC2", marks=pytest.mark.nightly)]
+)
+def test_training_lowers_the_loss_of_evaluation(
+    model_folder: Path, tmp_path: Path, objective: str
+) -> None:
     before = train(model_folder, tmp_path, objective, num_train_epochs=0).evaluate()["eval_loss"]
-    trainer = train(model_folder, tmp_path, objective, num_train_epochs=6, negatives=int(objective in TAKE_MINED))
+    trainer = train(
+        model_folder,
+        tmp_path,
+        objective,
+        num_train_epochs=6,
+        negatives=int(objective in TAKE_MINED),
+    )
     state = weights(trainer)
     assert trainer.evaluate()["eval_loss"] < before - 0.2
     assert difference(weights(trainer), state) == 0, "evaluation writes no state"
 
 
 def test_positives_of_other_rows_and_copies_are_no_negatives(model_folder: Path) -> None:
-    rows = {"anchor": ["fever", "fever", "heart"], "positive": ["one drug", "two drugs", "two drugs"]}
+    rows = {
+        "anchor": ["fever", "fever", "heart"],
+        "positive": ["one drug", "two drugs", "two drugs"],
+    }
     dataset, texts = with_ids(Dataset.from_dict(rows))
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
     loss = GlobalLoss(model, InfoNCE(temperature=0.05), texts)
     batch = dataset.select([0, 2])  # in which "two drugs" is the positive of "heart" alone
     features = [model.preprocess(batch[name]) for name in ("anchor", "positive")]
     found = loss(features, torch.tensor(batch["label"]))
-    left, right = (torch.nn.functional.normalize(model(each)["sentence_embedding"], dim=1) for each in features)
+    left, right = (
+        torch.nn.functional.normalize(model(each)["sentence_embedding"], dim=1) for each in features
+    )
     scores = left.double() @ right.double().T / 0.05
     # "fever" has no negative, and "heart" is none of "two drugs".
-    expected = (scores[1].logsumexp(dim=0) - scores[1, 1]) + (scores[:, 0].logsumexp(dim=0) - scores[0, 0])
+    expected = (scores[1].logsumexp(dim=0) - scores[1, 1]) + (
+        scores[:, 0].logsumexp(dim=0) - scores[0, 0]
+    )
     assert found.item() == pytest.approx(expected.item() / 4, rel=1e-4)
     _, symmetric = with_ids(Dataset.from_dict({"q": ["a", "b", "c"], "p": ["b", "c", "a"]}))
     assert symmetric.not_negatives("left", torch.tensor([0])).tolist() == [[0, 2]]
@@ -140,11 +217,17 @@ def test_ids_of_another_call_are_refused(model_folder: Path, tmp_path: Path) -> 
     one, texts = with_ids(pairs())
     other, _ = with_ids(Dataset.from_dict({"anchor": ["x", "y"], "positive": ["z", "w"]}))
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
-    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(DualencError, match="other ids than the texts of the loss; concatenate data sets"):
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[]
+    )
+    with pytest.raises(
+        DualencError, match="other ids than the texts of the loss; concatenate data sets"
+    ):
         loss = GlobalLoss(model, InfoNCE(), texts)
         GlobalLossTrainer(model, arguments, train_dataset={"one": one, "other": other}, loss=loss)
-    GlobalLossTrainer(model, arguments, train_dataset={"one": one, "more": one.select([3, 5])}, loss=loss)
+    GlobalLossTrainer(
+        model, arguments, train_dataset={"one": one, "more": one.select([3, 5])}, loss=loss
+    )
     GlobalLossTrainer(model, arguments, train_dataset=one.shuffle(seed=1), loss=loss)
     # Both calls number from 0, and the first and the last row are of the first call.
     second, _ = with_ids(pairs().select(range(20, 40)))
@@ -185,7 +268,9 @@ def test_losses_of_several_lengths_or_layers_around_a_memory_are_refused(
 
     dataset, texts = with_ids(pairs())
     settings = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no"}
-    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(tmp_path), **settings)
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(tmp_path), **settings
+    )
     further = {"matryoshka_dims": [32, 8]} if wrap == "MatryoshkaLoss" else {}
     for name in ("SogCLR+", "ISIR", "InfoNCE"):
         model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
@@ -196,11 +281,15 @@ def test_losses_of_several_lengths_or_layers_around_a_memory_are_refused(
         if name == "InfoNCE":
             trainer.train()
         else:
-            with pytest.raises(DualencError, match=r"keeps one memory, and Matryoshka.*Matryoshka\("):
+            with pytest.raises(
+                DualencError, match=r"keeps one memory, and Matryoshka.*Matryoshka\("
+            ):
                 trainer.train()
 
 
-def test_prompts_that_only_the_trainer_knows_are_refused(model_folder: Path, tmp_path: Path) -> None:
+def test_prompts_that_only_the_trainer_knows_are_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
     dataset, texts = with_ids(pairs())
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
     objective = GlobalCache(num_left=texts.num_left, num_right=texts.num_right)
@@ -208,9 +297,16 @@ def test_prompts_that_only_the_trainer_knows_are_refused(model_folder: Path, tmp
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], prompts=prompts
     )
-    with pytest.raises(DualencError, match=r"texts of a batch alone; .* as GlobalLoss\(prompts=…\)"):
-        GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=GlobalLoss(model, objective, texts))
-    for loss in (GlobalLoss(model, objective, texts, prompts=("query: ", None)), GlobalLoss(model, InfoNCE(), texts)):
+    with pytest.raises(
+        DualencError, match=r"texts of a batch alone; .* as GlobalLoss\(prompts=…\)"
+    ):
+        GlobalLossTrainer(
+            model, arguments, train_dataset=dataset, loss=GlobalLoss(model, objective, texts)
+        )
+    for loss in (
+        GlobalLoss(model, objective, texts, prompts=("query: ", None)),
+        GlobalLoss(model, InfoNCE(), texts),
+    ):
         GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss)
 
 
@@ -220,8 +316,14 @@ def test_the_loss_and_its_gradient_are_those_of_the_objective(model_folder: Path
     columns = [dataset[name][:8] for name in ("anchor", "positive", "negative_0", "negative_1")]
     ids = torch.tensor(dataset["label"][:8])
     model.train()
-    GlobalLoss(model, InfoNCE(), texts)([model.preprocess(column) for column in columns], ids).backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    GlobalLoss(model, InfoNCE(), texts)(
+        [model.preprocess(column) for column in columns], ids
+    ).backward()
+    found = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad()
     left, right, *negatives = (
         torch.nn.functional.normalize(model(model.preprocess(column))["sentence_embedding"], dim=1)
@@ -239,11 +341,19 @@ def test_resumes_bit_for_bit(model_folder: Path, tmp_path: Path, objective: str)
     whole = weights(train(model_folder, tmp_path / "whole", objective, max_steps=12))
     saved = {"save_strategy": "steps", "save_steps": 5, "max_steps": 12}
     train(model_folder, tmp_path / "run", objective, **saved)
-    again = train(model_folder, tmp_path / "run", objective, resume=str(tmp_path / "run" / "checkpoint-5"), **saved)
+    again = train(
+        model_folder,
+        tmp_path / "run",
+        objective,
+        resume=str(tmp_path / "run" / "checkpoint-5"),
+        **saved,
+    )
     assert difference(whole, weights(again)) == 0
 
 
-def test_a_checkpoint_without_the_losss_state_is_refused(model_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_losss_state_is_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
     saved = {"save_strategy": "steps", "save_steps": 5, "max_steps": 5}
     train(model_folder, tmp_path, **saved)
     with pytest.raises(DualencError, match=r"of another objective"):
@@ -267,7 +377,9 @@ def test_two_processes_equal_one(model_folder: Path, tmp_path: Path) -> None:
     for ranks in (1, 2):
         output = tmp_path / str(ranks)
         output.mkdir()
-        for process in launch(output, run_rank, output, str(model_folder), 8 // ranks, "ISIR", ranks=ranks):
+        for process in launch(
+            output, run_rank, output, str(model_folder), 8 // ranks, "ISIR", ranks=ranks
+        ):
             code, text = process.end(300)
             assert code == 0, text
     one, two = (torch.load(tmp_path / str(ranks) / "weights.pt") for ranks in (1, 2))
@@ -285,7 +397,11 @@ def test_a_loss_that_does_not_fit_the_texts_is_refused(model_folder: Path) -> No
     _, texts = with_ids(pairs())
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu").train()
     for objective, own_texts, message in (
-        (ISIR(num_left=texts.num_left, num_right=texts.num_right), None, "pass the texts of with_ids"),
+        (
+            ISIR(num_left=texts.num_left, num_right=texts.num_right),
+            None,
+            "pass the texts of with_ids",
+        ),
         (SogCLR(num_left=48), texts, "give num_left=45, num_right=45"),
         (MomentumQueue(), texts, "MomentumQueue needs a momentum encoder"),
     ):
@@ -299,7 +415,9 @@ def test_a_loss_for_each_data_set_is_refused(model_folder: Path, tmp_path: Path)
     dataset, texts = with_ids(pairs())
     model = sentence_transformers.SentenceTransformer(str(model_folder), device="cpu")
     losses = {"one": GlobalLoss(model, InfoNCE(), texts)}
-    arguments = sentence_transformers.SentenceTransformerTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    arguments = sentence_transformers.SentenceTransformerTrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[]
+    )
     trainer = GlobalLossTrainer(model, arguments, train_dataset={"one": dataset}, loss=losses)
     with pytest.raises(DualencError, match="one for all data"):
         trainer.train()
@@ -322,16 +440,25 @@ def test_columns_that_are_no_texts_are_refused(columns: dict[str, Any], message:
 
 
 def test_texts_outside_the_batch_take_the_route_of_their_column(tmp_path: Path) -> None:
-    config = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     tokenizer = train_tokenizer([" ".join(WORDS)] * 9, vocab_size=300)
-    TextEncoder(config=config | {"intermediate_size": 64}, tokenizer=tokenizer, shared=False).save(tmp_path / "router")
+    TextEncoder(config=config | {"intermediate_size": 64}, tokenizer=tokenizer, shared=False).save(
+        tmp_path / "router"
+    )
     routes = {"router_mapping": {"anchor": "query", "positive": "document"}, "max_steps": 1}
     trainer = train(tmp_path / "router", tmp_path / "out", "GlobalCache", **routes)
     ids = torch.arange(5)
     trainer.model.eval()
     for side, task in (("left", "query"), ("right", "document")):
         texts = trainer.loss.texts(side, ids)
-        expected = trainer.model.encode(texts, task=task, normalize_embeddings=True, convert_to_tensor=True)
+        expected = trainer.model.encode(
+            texts, task=task, normalize_embeddings=True, convert_to_tensor=True
+        )
         with torch.no_grad():
             torch.testing.assert_close(trainer.loss.encode(side, ids), expected, rtol=0, atol=1e-6)
 
@@ -353,7 +480,12 @@ def test_a_scheduler_of_ones_own_needs_an_optimizer_with_the_temperature(
     loss = GlobalLoss(model, objective_of("SogCLR+", texts), texts)
     optimizer = torch.optim.AdamW((loss if is_trained else model).parameters(), 1e-3)
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
-        str(tmp_path), use_cpu=True, report_to=[], max_steps=2, save_strategy="no", disable_tqdm=True
+        str(tmp_path),
+        use_cpu=True,
+        report_to=[],
+        max_steps=2,
+        save_strategy="no",
+        disable_tqdm=True,
     )
     own = (optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
     trainer = GlobalLossTrainer(model, arguments, train_dataset=dataset, loss=loss, optimizers=own)
@@ -368,7 +500,13 @@ def test_a_scheduler_of_ones_own_needs_an_optimizer_with_the_temperature(
 def test_the_best_of_models_alone_is_loaded(
     model_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    saved = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 4}
+    saved = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 4,
+    }
     train(model_folder, tmp_path, save_only_model=True, load_best_model_at_end=True, **saved)
     assert "Could not load" not in caplog.text
 

@@ -20,7 +20,9 @@ BATCH_SIZES = (8, 5, 2, 7)
 CLASSES = [
     value
     for value in (getattr(dualenc.objectives, name) for name in sorted(dualenc.objectives.__all__))
-    if isinstance(value, type) and issubclass(value, Objective) and value not in (Objective, Matryoshka, FrozenCorpus)
+    if isinstance(value, type)
+    and issubclass(value, Objective)
+    and value not in (Objective, Matryoshka, FrozenCorpus)
 ]
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -52,7 +54,12 @@ class Setting:
         return "-".join(filter(None, [self.wrapper, self.objective.__name__, kind, given]))
 
     def build(self, **sizes: int) -> Objective:
-        common: dict[str, Any] = {"num_left": NUM_LEFT, "num_right": NUM_RIGHT, "temperature": 0.2, **sizes}
+        common: dict[str, Any] = {
+            "num_left": NUM_LEFT,
+            "num_right": NUM_RIGHT,
+            "temperature": 0.2,
+            **sizes,
+        }
         common["learnable_temperature"] = self.objective.__name__ != "ISogCLR"
         criterion = self.objective(views=self.views, **common, **self.arguments)
         if self.wrapper == "Matryoshka":
@@ -72,13 +79,22 @@ SETTINGS = [
 ]
 FIRST = [s for s in SETTINGS if s.arguments == VARIANTS.get(s.objective.__name__, [{}])[0]]
 WRAPPED = [
-    *(Setting(_named(name), False, wrapper="Matryoshka") for name in ("SogCLR", "ISIR", "GlobalCache")),
+    *(
+        Setting(_named(name), False, wrapper="Matryoshka")
+        for name in ("SogCLR", "ISIR", "GlobalCache")
+    ),
     Setting(_named("MomentumQueue"), False, {"queue_size": 12}, wrapper="Matryoshka"),
 ]
 # The further variants of an objective run at night.
-EVERY = [*FIRST, *WRAPPED, *(pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS if s not in FIRST)]
+EVERY = [
+    *FIRST,
+    *WRAPPED,
+    *(pytest.param(s, marks=pytest.mark.nightly) for s in SETTINGS if s not in FIRST),
+]
 # One of each mechanism: moving averages, chains, memories.
-THREE = [s for s in FIRST if s.objective.__name__ in ("SogCLR", "ISIR", "NegativeCache") and not s.views]
+THREE = [
+    s for s in FIRST if s.objective.__name__ in ("SogCLR", "ISIR", "NegativeCache") and not s.views
+]
 
 
 class Towers(nn.Module):
@@ -98,21 +114,27 @@ class Towers(nn.Module):
         self.right = self.left if views else nn.Parameter(normal(6, 5))
 
     def encode(self, side: str, ids: Tensor) -> Tensor:
-        features, weight = (self.left_features, self.left) if side == "left" else (self.right_features, self.right)
+        features, weight = (
+            (self.left_features, self.left) if side == "left" else (self.right_features, self.right)
+        )
         return nn.functional.normalize(features[ids] @ weight, dim=1)
 
 
 def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]:
-    """Ids of a part of a global batch, with weights in odd steps and mined negatives in even ones (pairs only).
+    """Ids of a part of a global batch, with weights in odd steps and mined negatives in even ones
+    (pairs only).
 
-    Positives are listed for the first two pairs and, of the right side, for the last; the first half of the pairs have
-    a mined negative each. So a rank may have none of one, and then passes nothing.
+    Positives are listed for the first two pairs and, of the right side, for the last; the first
+    half of the pairs have a mined negative each. So a rank may have none of one, and then passes
+    nothing.
     """
     draw, size = torch.Generator().manual_seed(step), BATCH_SIZES[step]
     left_id = torch.randperm(NUM_LEFT, generator=draw)[:size]
     right_id = left_id
     if not views:
-        left_id, right_id = (torch.randint(0, n, (size,), generator=draw) for n in (NUM_LEFT, NUM_RIGHT))
+        left_id, right_id = (
+            torch.randint(0, n, (size,), generator=draw) for n in (NUM_LEFT, NUM_RIGHT)
+        )
     mined = torch.randint(0, NUM_RIGHT, (size,), generator=draw)
     weights = torch.rand(size, generator=draw, dtype=torch.float64)
 
@@ -122,7 +144,9 @@ def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]
         listed = torch.where(rows < 2, (left_id[rows] * 3 + 1) % num_right, -1)
         found["left_positives"] = torch.stack([right_id[rows], listed], dim=1)
     if size - 1 in rows.tolist():
-        found["right_positives"] = torch.where(rows == size - 1, (right_id[rows] + 1) % NUM_LEFT, -1)[:, None]
+        found["right_positives"] = torch.where(
+            rows == size - 1, (right_id[rows] + 1) % NUM_LEFT, -1
+        )[:, None]
     if step % 2:
         found["weights"] = weights[rows]
     elif not views and bool((rows < size // 2).any()):
@@ -131,10 +155,14 @@ def batch(step: int, views: bool, own: slice | None = None) -> dict[str, Tensor]
 
 
 def momentum_keys(criterion: Objective, left: Tensor, right: Tensor) -> dict[str, Tensor]:
-    """What stands for a momentum encoder's embeddings of a batch (b, D), for objectives that take them."""
+    """What stands for a momentum encoder's embeddings of a batch (b, D), for objectives that take
+    them."""
     if criterion.momentum is None:
         return {}
-    return {"keys_left": left.detach().roll(1, dims=1), "keys_right": right.detach().roll(1, dims=1)}
+    return {
+        "keys_left": left.detach().roll(1, dims=1),
+        "keys_right": right.detach().roll(1, dims=1),
+    }
 
 
 @dataclass
@@ -183,8 +211,12 @@ class Run:
         self.towers.load_state_dict(state["towers"])
 
 
-def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+def assert_same_state(
+    found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0
+) -> None:
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         message = lambda text, key=key: f"{key}: {text}"  # noqa: E731
-        torch.testing.assert_close(found[key], values, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message)
+        torch.testing.assert_close(
+            found[key], values, rtol=tolerance, atol=tolerance, equal_nan=True, msg=message
+        )

@@ -1,4 +1,5 @@
-"""The objectives once more, as float64 loops over single anchors and candidates, straight from the papers."""
+"""The objectives once more, as float64 loops over single anchors and candidates, straight from the
+papers."""
 
 from __future__ import annotations
 
@@ -35,8 +36,12 @@ class Case:
         given: dict[str, Any] = {"left": self.left, "right": self.right}
         given |= {"left_id": torch.tensor(self.left_id), "right_id": torch.tensor(self.right_id)}
         if self.relevant:
-            given["left_positives"] = padded([[r for q, r in self.relevant if q == i] for i in self.left_id])
-            given["right_positives"] = padded([[q for q, r in self.relevant if r == i] for i in self.right_id])
+            given["left_positives"] = padded(
+                [[r for q, r in self.relevant if q == i] for i in self.left_id]
+            )
+            given["right_positives"] = padded(
+                [[q for q, r in self.relevant if r == i] for i in self.right_id]
+            )
         return given
 
 
@@ -46,10 +51,12 @@ def padded(rows: list[list[int]]) -> Tensor:
 
 
 def make_case(seed: int, size: int, views: bool) -> Case:
-    """Random unit vectors; with pairs some queries and documents repeat and some are relevant across pairs."""
+    """Random unit vectors; with pairs some queries and documents repeat and some are relevant
+    across pairs."""
     draw = torch.Generator().manual_seed(seed)
     left, right = (
-        normalize(torch.randn(size, 5, generator=draw, dtype=torch.float64), dim=1).requires_grad_() for _ in range(2)
+        normalize(torch.randn(size, 5, generator=draw, dtype=torch.float64), dim=1).requires_grad_()
+        for _ in range(2)
     )
     if views:
         ids = torch.randperm(20, generator=draw)[:size].tolist()
@@ -61,14 +68,16 @@ def make_case(seed: int, size: int, views: bool) -> Case:
 
 
 def gradients(loss: Tensor, *leaves: Any) -> Tensor:
-    """The gradients of a loss with respect to the left and right embeddings of a case, and of a corpus."""
+    """The gradients of a loss with respect to the left and right embeddings of a case, and of a
+    corpus."""
     inputs = [tensor for embeddings in leaves for tensor in (embeddings.left, embeddings.right)]
     return torch.cat(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True))
 
 
 @dataclass
 class Corpus:
-    """An embedding per item and side: what `encode` looks up, with gradient, and what it was asked for."""
+    """An embedding per item and side: what `encode` looks up, with gradient, and what it was asked
+    for."""
 
     left: Tensor
     right: Tensor
@@ -87,7 +96,12 @@ class Corpus:
     def batch(self, ids: list[int]) -> dict[str, Any]:
         """Arguments of `Objective.forward`: pairs of the corpus."""
         rows = torch.tensor(ids)
-        return {"left": self.left[rows], "right": self.right[rows], "left_id": rows, "encode": self.encode}
+        return {
+            "left": self.left[rows],
+            "right": self.right[rows],
+            "left_id": rows,
+            "encode": self.encode,
+        }
 
 
 class Item(NamedTuple):
@@ -104,8 +118,8 @@ class Item(NamedTuple):
 
 @dataclass
 class Anchor:
-    """An anchor with its side (with views: the view), ids of its own and of its partner, and similarities with its
-    positive and with its negatives in the batch."""
+    """An anchor with its side (with views: the view), ids of its own and of its partner, and
+    similarities with its positive and with its negatives in the batch."""
 
     side: str
     id: int
@@ -130,11 +144,20 @@ def item_anchors(case: Case, side: str) -> list[Anchor]:
             vectors = (case.left[i], case.right[i])
             here = 0 if own == "left" else 1
             anchors.append(
-                Anchor(own, ids[here], ids[1 - here], vectors[here], case.left[i] @ case.right[i], case.views)
+                Anchor(
+                    own,
+                    ids[here],
+                    ids[1 - here],
+                    vectors[here],
+                    case.left[i] @ case.right[i],
+                    case.views,
+                )
             )
     for anchor in anchors:
         candidates = batch_items(case, side)
-        anchor.negatives = [anchor.vector @ v for item, v in candidates if not is_hidden(case, anchor, item)]
+        anchor.negatives = [
+            anchor.vector @ v for item, v in candidates if not is_hidden(case, anchor, item)
+        ]
     return anchors
 
 
@@ -148,11 +171,14 @@ def batch_items(case: Case, side: str) -> list[tuple[Item, Tensor]]:
 def vector_of(case: Case, corpus: Corpus, side: str, item: Item) -> Tensor:
     """An item's embedding: the first in the batch, else the corpus's."""
     in_batch = [vector for other, vector in batch_items(case, side) if other == item]
-    return in_batch[0] if in_batch else (corpus.left if item.side == "left" else corpus.right)[item.id]
+    return (
+        in_batch[0] if in_batch else (corpus.left if item.side == "left" else corpus.right)[item.id]
+    )
 
 
 def is_hidden(case: Case, anchor: Anchor, item: Item) -> bool:
-    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the batch."""
+    """Whether the item is a positive of the anchor: its partner, listed, or paired with it in the
+    batch."""
     if anchor.views:
         return item.id == anchor.id
     pairs = set(zip(case.left_id, case.right_id)) | case.relevant
@@ -166,7 +192,9 @@ def directions(case: Case) -> list[list[Anchor]]:
 
 def mean_loss(case: Case, anchor_loss: Callable[[Anchor], Tensor]) -> Tensor:
     """Mean over anchors, then over directions."""
-    return torch.stack([torch.stack([anchor_loss(a) for a in anchors]).mean() for anchors in directions(case)]).mean()
+    return torch.stack(
+        [torch.stack([anchor_loss(a) for a in anchors]).mean() for anchors in directions(case)]
+    ).mean()
 
 
 def info_nce(anchor: Anchor, tau: float) -> Tensor:
@@ -183,7 +211,8 @@ def dcl(anchor: Anchor, tau: float) -> Tensor:
 
 
 def hcl(anchor: Anchor, tau: float, hardness: float, prior: float) -> Tensor:
-    """Robinson et al. 2021 (arXiv:2010.04592), Eq. 2, importance exp(β_h·s/τ) normalised by its mean."""
+    """Robinson et al. 2021 (arXiv:2010.04592), Eq. 2, importance exp(β_h·s/τ) normalised by its
+    mean."""
     if not anchor.negatives:
         return anchor.positive * 0
     count = len(anchor.negatives)
@@ -213,18 +242,26 @@ def _mean_by_item(values: list[tuple[tuple[str, int], float]]) -> Table:
     return {key: sum(found) / len(found) for key, found in grouped.items()}
 
 
-def _run(case: Case, table: Table, of_anchor: Callable[[Anchor], tuple[Tensor, float | None]]) -> Tensor:
-    """Mean of a surrogate over anchors; writes the mean of the new values of each item into the table."""
+def _run(
+    case: Case, table: Table, of_anchor: Callable[[Anchor], tuple[Tensor, float | None]]
+) -> Tensor:
+    """Mean of a surrogate over anchors; writes the mean of the new values of each item into the
+    table."""
     losses = []
     for anchors in directions(case):
         results = [of_anchor(anchor) for anchor in anchors]
-        table.update(_mean_by_item([(a.key, new) for a, (_, new) in zip(anchors, results) if new is not None]))
+        table.update(
+            _mean_by_item(
+                [(a.key, new) for a, (_, new) in zip(anchors, results) if new is not None]
+            )
+        )
         losses.append(torch.stack([loss for loss, _ in results]).mean())
     return torch.stack(losses).mean()
 
 
 def sogclr_surrogate(case: Case, u: Table, tau: Tensor, gamma: float) -> Tensor:
-    """Yuan et al. 2022, Algorithm 1: weights exp(s/τ)/(n·u_a); τ sees s − s⁺; updates u in place."""
+    """Yuan et al. 2022, Algorithm 1: weights exp(s/τ)/(n·u_a); τ sees s − s⁺; updates u in
+    place."""
     scale = float(tau.detach())
 
     def of_anchor(anchor: Anchor) -> tuple[Tensor, float | None]:
@@ -234,15 +271,20 @@ def sogclr_surrogate(case: Case, u: Table, tau: Tensor, gamma: float) -> Tensor:
         mean = sum(exps) / len(exps)
         own = (1 - gamma) * u.get(anchor.key, mean) + gamma * mean
         weights = [e / (len(exps) * own) for e in exps]
-        embeddings = (sum(w * s for w, s in zip(weights, anchor.negatives)) - anchor.positive) / scale
+        embeddings = (
+            sum(w * s for w, s in zip(weights, anchor.negatives)) - anchor.positive
+        ) / scale
         margins = [s.detach() - anchor.positive.detach() for s in anchor.negatives]
         return embeddings + sum(w * margin / tau for w, margin in zip(weights, margins)), own
 
     return _run(case, u, of_anchor)
 
 
-def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, arguments: dict[str, float]) -> Tensor:
-    """Qiu et al. 2023, Algorithm 1, scaled by 1/τ₀; updates u, the temperatures and their momentum in place."""
+def isogclr_surrogate(
+    case: Case, u: Table, taus: Table, slopes: Table, arguments: dict[str, float]
+) -> Tensor:
+    """Qiu et al. 2023, Algorithm 1, scaled by 1/τ₀; updates u, the temperatures and their momentum
+    in place."""
     start, gamma = arguments["temperature"], arguments["gamma"]
     own_slopes: list[tuple[tuple[str, int], float]] = []
 
@@ -256,8 +298,12 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
         weights = [math.exp(s) / (len(scores) * own) for s in scores]
         positive = float(anchor.positive.detach()) / tau
         slope = math.log(own) - positive + arguments["radius"]
-        own_slopes.append((anchor.key, slope - sum(w * (s - positive) for w, s in zip(weights, scores))))
-        return (sum(w * s for w, s in zip(weights, anchor.negatives)) - anchor.positive) / start, own
+        own_slopes.append(
+            (anchor.key, slope - sum(w * (s - positive) for w, s in zip(weights, scores)))
+        )
+        return (
+            sum(w * s for w, s in zip(weights, anchor.negatives)) - anchor.positive
+        ) / start, own
 
     loss = _run(case, u, of_anchor)
     momentum = arguments["temperature_momentum"]
@@ -269,8 +315,8 @@ def isogclr_surrogate(case: Case, u: Table, taus: Table, slopes: Table, argument
 
 
 def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: float) -> Tensor:
-    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative. τ sees kernels over that of the
-    positive. Updates the table of 1/s in place."""
+    """Eq. 11 with the scale of Eq. 4 after its update, every candidate a negative. τ sees kernels
+    over that of the positive. Updates the table of 1/s in place."""
     total = case.num_items
 
     def kernel(similarity: Tensor) -> Tensor:
@@ -287,7 +333,11 @@ def saclr_surrogate(case: Case, table: Table, tau: Tensor, alpha: float, rho: fl
         new = float(((alpha * total + 1 - alpha) * positive + (1 - alpha) * count * mean).detach())
         update = rho * table.get(anchor.key, new) + (1 - rho) * new
         repulsion = (positive + count * mean) / update
-        loss = -positive.log() + repulsion + (1 - repulsion.detach()) * kernel(anchor.positive.detach()).log()
+        loss = (
+            -positive.log()
+            + repulsion
+            + (1 - repulsion.detach()) * kernel(anchor.positive.detach()).log()
+        )
         return loss, update
 
     return _run(case, table, of_anchor)

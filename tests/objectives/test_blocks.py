@@ -1,4 +1,5 @@
-"""A large batch is computed in blocks of anchors: same loss, gradients and state, and no whole (A, C) matrix."""
+"""A large batch is computed in blocks of anchors: same loss, gradients and state, and no whole (A,
+C) matrix."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("setting", EVERY, ids=lambda s: s.name)
-def test_blocks_give_what_the_whole_gives(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_give_what_the_whole_gives(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for num_entries in (anchors.BLOCK_ENTRIES, 40):  # a block gets a few anchors
         for module in (anchors, global_cache):
@@ -37,7 +40,9 @@ class LargestTensor(TorchDispatchMode):
 
     entries = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             # Views that repeat entries take no memory.
@@ -51,11 +56,15 @@ IN_BLOCKS = [s for s in FIRST if not s.objective.needs_encode or s.objective.__n
 
 
 @pytest.mark.parametrize("setting", IN_BLOCKS, ids=lambda s: s.name)
-def test_no_matrix_of_all_anchors_and_candidates_is_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_matrix_of_all_anchors_and_candidates_is_made(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch_size, block = 96, 1024
     monkeypatch.setattr(anchors, "BLOCK_ENTRIES", block)
     arguments = setting.arguments | ({"recent": 0} if setting.objective.__name__ == "ISIR" else {})
-    criterion = replace(setting, arguments=arguments).build(num_left=batch_size, num_right=batch_size)
+    criterion = replace(setting, arguments=arguments).build(
+        num_left=batch_size, num_right=batch_size
+    )
     left, right = (normalize(torch.randn(batch_size, 5), dim=1).requires_grad_() for _ in range(2))
     encode = lambda side, ids: normalize(torch.ones(len(ids), 5).requires_grad_(), dim=1)  # noqa: E731
     with LargestTensor() as largest:

@@ -1,4 +1,5 @@
-"""EMC2 and ISIR: one transition against the algorithm, what a chain's state weighs, and what is encoded."""
+"""EMC2 and ISIR: one transition against the algorithm, what a chain's state weighs, and what is
+encoded."""
 
 from __future__ import annotations
 
@@ -25,8 +26,11 @@ NUM = 20
 NO_PAIR = NUM + 1  # keys per item of two towers: item·21 + partner + 1
 
 
-def one_chain(start: float, scores: Any, is_negative: Any, uniform: Any, burn_in: float) -> tuple[list[float], int]:
-    """Algorithm 1 of Yau et al. 2024: shares of the visits of each proposal and of the start, and the last state."""
+def one_chain(
+    start: float, scores: Any, is_negative: Any, uniform: Any, burn_in: float
+) -> tuple[list[float], int]:
+    """Algorithm 1 of Yau et al. 2024: shares of the visits of each proposal and of the start, and
+    the last state."""
     proposals = np.flatnonzero(is_negative)
     state, score = len(scores), start
     visited = []
@@ -48,10 +52,14 @@ def one_chain(start: float, scores: Any, is_negative: Any, uniform: Any, burn_in
     spread=st.sampled_from([1.0, 20.0, 200.0]),
     burn_in=st.sampled_from([0.0, 0.29, 0.5, 0.9]),
 )
-def test_the_walk_is_algorithm_1(seed: int, num_chains: int, num_proposals: int, spread: float, burn_in: float) -> None:
+def test_the_walk_is_algorithm_1(
+    seed: int, num_chains: int, num_proposals: int, spread: float, burn_in: float
+) -> None:
     draw = np.random.default_rng(seed)
     scores = draw.uniform(-spread, spread, (num_proposals, num_chains))
-    start = np.where(draw.random(num_chains) < 0.3, -np.inf, draw.uniform(-spread, spread, num_chains))
+    start = np.where(
+        draw.random(num_chains) < 0.3, -np.inf, draw.uniform(-spread, spread, num_chains)
+    )
     is_negative = draw.random(scores.shape) < 0.8
     uniform = draw.random(scores.shape)
     negatives = np.where(is_negative, scores, -np.inf)
@@ -71,7 +79,9 @@ def test_the_softmax_is_invariant_under_the_walk() -> None:
     proposals = draw.integers(0, num_items, (5, num_chains))
     uniform = np.log(draw.random(proposals.shape))
     visits, state = metropolis_hastings(scores[start], scores[proposals], uniform, 0.0)
-    ends = np.where(state < 5, np.take_along_axis(proposals, np.minimum(state, 4)[None], 0)[0], start)
+    ends = np.where(
+        state < 5, np.take_along_axis(proposals, np.minimum(state, 4)[None], 0)[0], start
+    )
     assert chisquare(np.bincount(ends, minlength=num_items), law * num_chains).pvalue > 0.001
     weights = np.zeros(num_items)
     np.add.at(weights, np.concatenate([proposals, start[None]]), visits)
@@ -93,13 +103,16 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def transition(frozen: Frozen, moves: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of left anchor 0: the law (P,) of its negative pairs, and (P, N) the mean law of the next item from each of them.
+    """Of left anchor 0: the law (P,) of its negative pairs, and (P, N) the mean law of the next
+    item from each of them.
 
     Every batch of three of the four pairs that holds the anchor's own is tried; nothing is drawn.
     """
     right_id, pairs = [0, 1, 1, 2], [1, 2, 3]
     similarities = (frozen.left[0] @ frozen.right.T).detach()
-    law = torch.softmax(torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0)
+    law = torch.softmax(
+        torch.stack([similarities[right_id[pair]] / frozen.tau for pair in pairs]), dim=0
+    )
     following = torch.zeros(len(pairs), 3, dtype=torch.float64)
     for start, others in product(pairs, combinations(pairs, 2)):
         criterion = frozen.build(ISIR, recent=0).double()
@@ -113,15 +126,21 @@ def transition(frozen: Frozen, moves: list[torch.Tensor]) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal similarities", "unequal similarities"])
-def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: bool, moves: Any) -> None:
-    """Queries 1 and 2 share document 1: over all batches it comes twice as often, and weighs twice."""
+def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(
+    equal: bool, moves: Any
+) -> None:
+    """Queries 1 and 2 share document 1: over all batches it comes twice as often, and weighs
+    twice."""
     draw = torch.Generator().manual_seed(3)
     left, right = (
-        torch.nn.functional.normalize(torch.randn(n, 3, generator=draw, dtype=torch.float64), dim=1) for n in (4, 3)
+        torch.nn.functional.normalize(torch.randn(n, 3, generator=draw, dtype=torch.float64), dim=1)
+        for n in (4, 3)
     )
     if equal:
         right = right[:1].repeat(3, 1)
-    frozen = Frozen(left.requires_grad_(), right.requires_grad_(), right_id=torch.tensor([0, 1, 1, 2]), tau=0.2)
+    frozen = Frozen(
+        left.requires_grad_(), right.requires_grad_(), right_id=torch.tensor([0, 1, 1, 2]), tau=0.2
+    )
     law, following = transition(frozen, moves)
     # Copies of an item are alike, so the law of items says all about the law of pairs.
     expected = torch.stack([law[:0].sum(), law[:2].sum(), law[2]])
@@ -131,14 +150,18 @@ def test_isir_leaves_the_softmax_over_unevenly_shared_items_invariant(equal: boo
 
 
 @pytest.mark.slow
-def test_isir_with_draws_leaves_the_softmax_over_items_invariant(monkeypatch: Any, moves: Any) -> None:
+def test_isir_with_draws_leaves_the_softmax_over_items_invariant(
+    monkeypatch: Any, moves: Any
+) -> None:
     """Over all draws of three items with replacement, from each state."""
     corpus = Corpus.make(4, num_items=4)
     criterion = ISIR(num_left=4, temperature=0.5, proposals=3, recent=0).double()
     law = torch.softmax((corpus.left[0] @ corpus.right[1:].T / 0.5).detach(), dim=0)
     following = torch.zeros(3, 4, dtype=torch.float64)
     for start, drawn in product(range(1, 4), product(range(4), repeat=3)):
-        monkeypatch.setattr(criterion.draws, "integers", lambda *_, ids=drawn, **__: torch.tensor(ids))
+        monkeypatch.setattr(
+            criterion.draws, "integers", lambda *_, ids=drawn, **__: torch.tensor(ids)
+        )
         criterion.state[:] = start * 5
         moves.clear()
         criterion(**corpus.batch([0]))
@@ -152,7 +175,9 @@ def test_a_chain_on_a_known_positive_begins_anew(kind: type[ChainObjective]) -> 
     criterion = on_item(kind(num_left=NUM, temperature=0.01, recent=0), hard)
     listed = torch.full((4, 1), hard)
     (gradient,) = torch.autograd.grad(
-        criterion(**corpus.batch([0, 1, 2, 3]), left_positives=listed).loss, corpus.right, allow_unused=True
+        criterion(**corpus.batch([0, 1, 2, 3]), left_positives=listed).loss,
+        corpus.right,
+        allow_unused=True,
     )
     assert not gradient[hard].any()
     assert set((criterion.state[:4] // NO_PAIR).tolist()) <= {0, 1, 2, 3}
@@ -192,7 +217,8 @@ def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_i
     criterion = on_item(EMC2(num_left=NUM, temperature=0.01, burn_in=burn_in), hard)
     out = criterion(**corpus.batch([0, 1, 2, 3]))
     (gradient,) = torch.autograd.grad(out.loss, corpus.right)
-    # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s = ⟨left, right⟩.
+    # Half the loss is this direction; each of 4 anchors puts weight 1 on the state, at s/τ with s =
+    # ⟨left, right⟩.
     torch.testing.assert_close(gradient[hard], 0.5 / 0.01 * corpus.left[0].detach())
     assert (criterion.state[:4] == hard * NO_PAIR).all()
 
@@ -200,7 +226,9 @@ def test_a_state_that_outlives_burn_in_gets_all_the_weight_and_a_gradient(burn_i
 def test_a_walk_through_the_batch_encodes_only_the_states_that_weigh() -> None:
     corpus, hard = hard_corpus()
     criterion = EMC2(num_left=NUM, temperature=0.01, recent=0)
-    on_item(criterion, [hard] * 2 + [10] * 18, [1.0] * 2 + [-1.0] * 18)(**corpus.batch([0, 1, 2, 3]))
+    on_item(criterion, [hard] * 2 + [10] * 18, [1.0] * 2 + [-1.0] * 18)(
+        **corpus.batch([0, 1, 2, 3])
+    )
     assert corpus.asked == [("right", hard)]
 
 
@@ -235,7 +263,9 @@ def test_each_view_has_a_chain_of_its_own(kind: type[ChainObjective]) -> None:
 
 
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
-def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds_all(kind: Any) -> None:
+def test_the_value_is_reported_once_every_item_was_seen_and_only_if_recent_holds_all(
+    kind: Any,
+) -> None:
     frozen = Frozen.make(num_pairs=20)
     reported = {}
     for recent in (0, 19, 20):
@@ -290,7 +320,8 @@ def error_of_weights(
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_copies_are_told_apart_by_their_pairs(temperature: float, monkeypatch: Any) -> None:
-    """The law is exact where pairs share an item; a pair that is in the data twice is taken for one."""
+    """The law is exact where pairs share an item; a pair that is in the data twice is taken for
+    one."""
     numbers = list(range(6))
     assert error_of_weights(numbers, numbers, temperature, monkeypatch) < 1e-12
     assert error_of_weights(numbers, [0, 1, 2, 3, 4, 4], temperature, monkeypatch) < 1e-12

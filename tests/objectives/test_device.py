@@ -14,7 +14,10 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
     towers, criterion = Towers(setting.views).to(device), setting.build().to(device)
     if setting.views:
         towers.right = towers.left  # moving has made two of one
-    towers.left_features, towers.right_features = towers.left_features.to(device), towers.right_features.to(device)
+    towers.left_features, towers.right_features = (
+        towers.left_features.to(device),
+        towers.right_features.to(device),
+    )
     parameters = [*towers.parameters(), *criterion.parameters()]
     losses = []
     for step in range(3):
@@ -25,13 +28,19 @@ def train(setting: Setting, device: torch.device | str) -> list[float]:
             given[side] = towers.encode(side, given[f"{side}_id"])
         if "negative_id" in given:
             given["negatives"] = towers.encode("right", given["negative_id"])
-        out = criterion(**given, **momentum_keys(criterion, given["left"], given["right"]), encode=towers.encode)
+        out = criterion(
+            **given, **momentum_keys(criterion, given["left"], given["right"]), encode=towers.encode
+        )
         out.loss.backward()
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.data -= 0.1 * parameter.grad
                 parameter.grad = None
-        assert {value.device for value in out.metrics.values()} == {out.loss.device} == {torch.device(device)}
+        assert (
+            {value.device for value in out.metrics.values()}
+            == {out.loss.device}
+            == {torch.device(device)}
+        )
         losses.append(float(out.loss.detach().to("cpu")))
     return losses
 
@@ -47,22 +56,29 @@ def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
 STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue")
 
 
-@pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in STATELESS], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "setting", [s for s in FIRST if s.objective.__name__ in STATELESS], ids=lambda s: s.name
+)
 def test_a_step_without_encoding_waits_once_to_check_the_values(setting: Setting) -> None:
     with pretended_device() as device:
         criterion, ids = setting.build().to(DEVICE), torch.arange(8).to(DEVICE)
         draws = torch.nn.functional.normalize(torch.randn(2, 8, 5).double(), dim=2)
         left, right = (draw.to(DEVICE).requires_grad_() for draw in draws)
         before = device.waits
-        criterion(left, right, ids, ids.clone(), **momentum_keys(criterion, left, right)).loss.backward()
+        criterion(
+            left, right, ids, ids.clone(), **momentum_keys(criterion, left, right)
+        ).loss.backward()
         assert device.waits - before == 1, device.places
 
 
-# The values of the batch, the ids to encode, what was encoded; EMC2's scores; NegativeCache's refresh of each side.
+# The values of the batch, the ids to encode, what was encoded; EMC2's scores; NegativeCache's
+# refresh of each side.
 MOST_WAITS = {"EMC2": 4, "ISIR": 3, "GlobalCache": 3, "NegativeCache": 5}
 
 
-@pytest.mark.parametrize("setting", [s for s in FIRST if s.objective.__name__ in MOST_WAITS], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "setting", [s for s in FIRST if s.objective.__name__ in MOST_WAITS], ids=lambda s: s.name
+)
 def test_a_step_with_encoding_waits_no_more_than_it_must(setting: Setting) -> None:
     with pretended_device() as device:
         towers, criterion, ids = (
@@ -70,12 +86,17 @@ def test_a_step_with_encoding_waits_no_more_than_it_must(setting: Setting) -> No
             setting.build().to(DEVICE),
             torch.arange(8).to(DEVICE),
         )
-        towers.left_features, towers.right_features = towers.left_features.to(DEVICE), towers.right_features.to(DEVICE)
+        towers.left_features, towers.right_features = (
+            towers.left_features.to(DEVICE),
+            towers.right_features.to(DEVICE),
+        )
 
         def encode(side: str, ids: torch.Tensor) -> torch.Tensor:
             return towers.encode(side, ids.to(DEVICE, non_blocking=True))
 
         for _ in range(3):
             before = device.waits
-            criterion(encode("left", ids), encode("right", ids), ids, ids.clone(), encode=encode).loss.backward()
+            criterion(
+                encode("left", ids), encode("right", ids), ids, ids.clone(), encode=encode
+            ).loss.backward()
             assert device.waits - before <= MOST_WAITS[setting.objective.__name__], device.places

@@ -1,4 +1,5 @@
-"""What objectives say of their memory: the numbers in it, at no cost until asked, and metrics of the batch."""
+"""What objectives say of their memory: the numbers in it, at no cost until asked, and metrics of
+the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from dualenc.objectives.chains import ChainObjective
 from tests.objectives.every import FIRST, WRAPPED, Run, Setting
 from tests.objectives.frozen import Frozen
 
-WITH_MEMORY = {"EMC2", "ISIR", "SogCLR", "ISogCLR", "SACLR", "ExactGlobal", "NegativeCache", "GlobalCache"}
+WITH_MEMORY = {
+    "EMC2",
+    "ISIR",
+    "SogCLR",
+    "ISogCLR",
+    "SACLR",
+    "ExactGlobal",
+    "NegativeCache",
+    "GlobalCache",
+}
 
 
 @pytest.mark.slow
@@ -26,7 +36,10 @@ def test_every_objective_with_a_memory_gives_finite_numbers(setting: Setting) ->
     for step in range(3):
         training.step(step)
         found = training.criterion.diagnostics()
-        assert all(value.ndim == 0 and math.isfinite(value) and not value.requires_grad for value in found.values())
+        assert all(
+            value.ndim == 0 and math.isfinite(value) and not value.requires_grad
+            for value in found.values()
+        )
         names.append(list(found))
     assert names[0] == names[1] == names[2]
     assert bool(names[0]) == (setting.objective.__name__ in WITH_MEMORY)
@@ -45,12 +58,18 @@ def test_moves_of_chains_are_counted(kind: type[ChainObjective]) -> None:
     frozen.loss(criterion, ids)
     found = criterion.diagnostics()
     assert float(found["chains_begun"]) == 0
-    assert float(found["chains_moved"]) == pytest.approx(float((before != criterion.state[rows]).float().mean()))
+    assert float(found["chains_moved"]) == pytest.approx(
+        float((before != criterion.state[rows]).float().mean())
+    )
     assert 0 < float(found["chains_moved"]) < 1
 
 
-@pytest.mark.parametrize(("kind", "arguments"), [(SogCLR, {}), (ISogCLR, {"temperature_rate": 0.0})])
-def test_averages_are_those_of_the_last_batch(kind: type[Objective], arguments: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(SogCLR, {}), (ISogCLR, {"temperature_rate": 0.0})]
+)
+def test_averages_are_those_of_the_last_batch(
+    kind: type[Objective], arguments: dict[str, float]
+) -> None:
     frozen, ids = Frozen.make(40), torch.arange(5, 15)
     criterion = frozen.build(kind, **arguments)
     frozen.loss(criterion, torch.arange(40))
@@ -58,7 +77,9 @@ def test_averages_are_those_of_the_last_batch(kind: type[Objective], arguments: 
     log_u = criterion.log_u[torch.cat([ids, ids + 40])].double()
     found = criterion.diagnostics()
     assert float(found["log_mean_exp"]) == pytest.approx(float(log_u.mean()), rel=1e-5)
-    assert float(found["log_mean_exp_spread"]) == pytest.approx(float(log_u.std(correction=0)), rel=1e-4)
+    assert float(found["log_mean_exp_spread"]) == pytest.approx(
+        float(log_u.std(correction=0)), rel=1e-4
+    )
     assert float(found.get("own_temperature", frozen.tau)) == pytest.approx(frozen.tau, rel=1e-5)
 
 
@@ -82,7 +103,9 @@ def test_metrics_are_those_of_a_loop_and_computed_when_read() -> None:
             hits.append(bool((negatives < scores[i]).all()))
     assert float(metrics["batch_estimate"]) == pytest.approx(float(torch.stack(estimates).mean()))
     assert float(metrics["accuracy"]) == pytest.approx(sum(hits) / 12)
-    assert float(metrics["positive_similarity"]) == pytest.approx(float((left * right).sum(dim=1).mean()))
+    assert float(metrics["positive_similarity"]) == pytest.approx(
+        float((left * right).sum(dim=1).mean())
+    )
     assert float(metrics["temperature"]) == pytest.approx(0.2)
     assert output.metrics is metrics
     assert len(calls) == 2

@@ -1,4 +1,5 @@
-"""Two and three processes give the gradient, and the state, of one process with the same global batches."""
+"""Two and three processes give the gradient, and the state, of one process with the same global
+batches."""
 
 from __future__ import annotations
 
@@ -13,7 +14,16 @@ import torch.multiprocessing as mp
 
 from dualenc.objectives import memory
 from dualenc.objectives.memory import EmbeddingMemory
-from tests.objectives.every import EVERY, FIRST, SETTINGS, STEPS, THREE, WRAPPED, Run, assert_same_state
+from tests.objectives.every import (
+    EVERY,
+    FIRST,
+    SETTINGS,
+    STEPS,
+    THREE,
+    WRAPPED,
+    Run,
+    assert_same_state,
+)
 
 pytestmark = pytest.mark.slow
 ALL = {s.name: s for s in (*FIRST, *WRAPPED, *SETTINGS)}
@@ -31,12 +41,15 @@ def small_blocks() -> Iterator[None]:
 
 
 def run(training: Run) -> dict[str, Any]:
-    """All steps from the start: gradients, the state after each step, how many rows of memories this rank holds."""
+    """All steps from the start: gradients, the state after each step, how many rows of memories
+    this rank holds."""
     gradients, states = [], []
     for step in range(STEPS):
         gradients.append(training.step(step))
         states.append(training.state())
-    memories = [module for module in training.criterion.modules() if isinstance(module, EmbeddingMemory)]
+    memories = [
+        module for module in training.criterion.modules() if isinstance(module, EmbeddingMemory)
+    ]
     return {"gradients": gradients, "states": states, "held": sum(len(m.keys) for m in memories)}
 
 
@@ -47,9 +60,12 @@ def resumed(training: Run, saved: dict[str, Any]) -> torch.Tensor:
 
 
 def work(rank: int, world_size: int, folder: Path, names: list[str], one: Results) -> None:
-    """Run the settings on one of several ranks, continue those of one process, and write the results to the folder."""
+    """Run the settings on one of several ranks, continue those of one process, and write the
+    results to the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
+    )
     results = {name: run(Run(ALL[name])) for name in names}
     continued = {s.name: resumed(Run(s), one[s.name]) for s in THREE}
     again = {s.name: resumed(Run(s), results[s.name]) for s in THREE}
@@ -64,16 +80,24 @@ def one() -> Results:
 
 
 @pytest.fixture(scope="module")
-def many(request: pytest.FixtureRequest, one: Results, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def many(
+    request: pytest.FixtureRequest, one: Results, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     """`many(world_size)`: results of every rank. Processes are started once for all objectives."""
-    settings = [item.callspec.params.get("setting") for item in request.session.items if hasattr(item, "callspec")]
+    settings = [
+        item.callspec.params.get("setting")
+        for item in request.session.items
+        if hasattr(item, "callspec")
+    ]
     names = [name for name, setting in ALL.items() if setting in settings or setting in THREE]
     results: dict[int, list[Any]] = {}
 
     def at(world_size: int) -> list[Any]:
         if world_size not in results:
             folder: Path = tmp_path_factory.mktemp("ranks")
-            mp.start_processes(work, (world_size, folder, names, one), nprocs=world_size, start_method="fork")
+            mp.start_processes(
+                work, (world_size, folder, names, one), nprocs=world_size, start_method="fork"
+            )
             results[world_size] = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
         return results[world_size]
 
@@ -92,11 +116,15 @@ def test_ranks_equal_one_process(setting: Any, world_size: int, one: Results, ma
             gradients = found["gradients"][step], expected["gradients"][step]
             torch.testing.assert_close(*gradients, rtol=TOLERANCE, atol=TOLERANCE)
             assert_same_state(found["states"][step]["criterion"], first)
-    assert sum(found["held"] for found in ranks) == expected["held"], "memories are divided among ranks"
+    assert sum(found["held"] for found in ranks) == expected["held"], (
+        "memories are divided among ranks"
+    )
 
 
 @pytest.mark.parametrize("setting", THREE, ids=lambda s: s.name)
-def test_another_number_of_processes_continues_the_run(setting: Any, one: Results, many: Any) -> None:
+def test_another_number_of_processes_continues_the_run(
+    setting: Any, one: Results, many: Any
+) -> None:
     """One run by three, and theirs by one."""
     found = [continued[setting.name] for _, continued, _ in many(3)]
     found.append(resumed(Run(setting), many(3)[2][0][setting.name]))

@@ -1,4 +1,5 @@
-"""The memory of embeddings: what it holds, and that draws and sums are those of the softmax over it."""
+"""The memory of embeddings: what it holds, and that draws and sums are those of the softmax over
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ EMPTY = torch.arange(N) % 3 == 0
 
 
 def filled_memory(dtype: torch.dtype = torch.float32) -> tuple[EmbeddingMemory, Tensor]:
-    """Two of three slots filled, in several writes, some of them twice: the last write of an item counts."""
+    """Two of three slots filled, in several writes, some of them twice: the last write of an item
+    counts."""
     draw = torch.Generator().manual_seed(0)
     vectors = normalize(torch.randn(N, D, generator=draw, dtype=dtype), dim=1)
     found, items = EmbeddingMemory(N), torch.arange(N)[~EMPTY]
@@ -30,7 +32,9 @@ def filled_memory(dtype: torch.dtype = torch.float32) -> tuple[EmbeddingMemory, 
 
 
 def draw_for(found: EmbeddingMemory, queries: Tensor, hidden: Tensor) -> MemoryDraws:
-    uniform = torch.rand(2, len(queries), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    uniform = torch.rand(
+        2, len(queries), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     return found.draw(queries, hidden, uniform)
 
 
@@ -49,7 +53,9 @@ def test_draws_follow_the_softmax_over_the_filled_slots(counted: bool) -> None:
     observed = torch.bincount(draws.keys, minlength=N).double()
     assert observed[expected == 0].sum() == 0
     often = expected >= 5
-    both = [torch.cat([values[often], values[~often].sum()[None]]) for values in (observed, expected)]
+    both = [
+        torch.cat([values[often], values[~often].sum()[None]]) for values in (observed, expected)
+    ]
     assert chisquare(both[0].numpy(), both[1].numpy()).pvalue > 0.001
     number = (torch.ones(N) if counts is None else counts)[logits.isfinite()].sum()
     log_mean = logits.logsumexp(0) - number.log()
@@ -70,18 +76,24 @@ def test_attention_is_the_softmax_over_the_slots_looked_at(some: bool) -> None:
     logits[:, EMPTY] = -torch.inf
     logits[torch.arange(7)[:, None], hidden[:, 1:]] = -torch.inf
     slots = torch.arange(20, 220, 2) if some else None
-    is_looked_at = torch.zeros(N, dtype=torch.bool).index_fill(0, torch.arange(N) if slots is None else slots, True)
+    is_looked_at = torch.zeros(N, dtype=torch.bool).index_fill(
+        0, torch.arange(N) if slots is None else slots, True
+    )
     logits[:, ~is_looked_at] = -torch.inf
     softmax, seen = torch.softmax(logits, dim=1), found.attend(queries, hidden, slots)
     is_item = seen.items >= 0
-    shares = torch.zeros(N, dtype=torch.float64).index_add(0, seen.items[is_item], seen.shares[is_item])
+    shares = torch.zeros(N, dtype=torch.float64).index_add(
+        0, seen.items[is_item], seen.shares[is_item]
+    )
     torch.testing.assert_close(shares, softmax.mean(dim=0))
     torch.testing.assert_close(seen.mean, softmax @ vectors)
     torch.testing.assert_close(seen.log_sum, torch.logsumexp(logits, dim=1))
     remembered, is_known = found.recall(torch.arange(N), queries)
     assert torch.equal(is_known, ~EMPTY)
     known = (queries, hidden, seen.log_sum, torch.arange(N), remembered, is_looked_at)
-    alike = mean_shares(*(tensor[None] for tensor in known), torch.zeros(1, 1))[0] * (is_known & is_looked_at)
+    alike = mean_shares(*(tensor[None] for tensor in known), torch.zeros(1, 1))[0] * (
+        is_known & is_looked_at
+    )
     torch.testing.assert_close(alike * counts, softmax.mean(dim=0))
 
 
@@ -111,7 +123,9 @@ def test_a_memory_with_nothing_to_see_draws_nothing() -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), num_draws=st.integers(0, 40), size=st.integers(1, 30))
-def test_an_item_is_drawn_as_often_as_its_share_says_up_to_rounding(seed: int, num_draws: int, size: int) -> None:
+def test_an_item_is_drawn_as_often_as_its_share_says_up_to_rounding(
+    seed: int, num_draws: int, size: int
+) -> None:
     draw = torch.Generator().manual_seed(seed)
     shares = torch.rand(size, generator=draw, dtype=torch.float64).pow(4)
     shares = shares / shares.sum()
@@ -130,7 +144,10 @@ def test_an_item_is_drawn_as_often_as_its_share_says_up_to_rounding(seed: int, n
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_inverse_cdf_never_gives_a_column_of_weight_zero(dtype: torch.dtype) -> None:
     """Not even for the least and the greatest draw, whatever the sum of the weights."""
-    ends, draw = torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-53], dtype=torch.float64), torch.Generator().manual_seed(0)
+    ends, draw = (
+        torch.tensor([0.0, 2.0**-24, 0.5, 1 - 2.0**-53], dtype=torch.float64),
+        torch.Generator().manual_seed(0),
+    )
     for _ in range(300):
         scale = 10 ** (torch.rand(4, 1, generator=draw, dtype=dtype) * 8 - 4)
         weights = torch.rand(4, 17, generator=draw, dtype=dtype) * scale
@@ -168,7 +185,10 @@ def test_with_fewer_slots_than_items_each_slot_holds_the_latest() -> None:
 
 
 @settings(max_examples=40)
-@given(writes=st.lists(st.lists(st.integers(-1, 19), max_size=12), max_size=8), num_slots=st.sampled_from([7, 20]))
+@given(
+    writes=st.lists(st.lists(st.integers(-1, 19), max_size=12), max_size=8),
+    num_slots=st.sampled_from([7, 20]),
+)
 def test_it_keeps_count_of_what_anchors_see(writes: list[list[int]], num_slots: int) -> None:
     found, resumed = EmbeddingMemory(20, num_slots), EmbeddingMemory(20, num_slots)
     counts, hidden = torch.arange(20) % 3 + 1, torch.tensor([[3, 11], [19, -1]])

@@ -8,7 +8,15 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, NegativeCache, Objective
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    ExactGlobal,
+    GlobalCache,
+    InfoNCE,
+    NegativeCache,
+    Objective,
+)
 from dualenc.objectives.chains import ChainObjective
 from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
 
@@ -23,7 +31,8 @@ UNBIASED: dict[str, tuple[type[Objective], dict[str, Any]]] = {
 
 
 def items_of_chains(criterion: ChainObjective) -> dict[str, torch.Tensor]:
-    """(N,) the item that the chain of each anchor is on; with views the image of the left view's chain."""
+    """(N,) the item that the chain of each anchor is on; with views the image of the left view's
+    chain."""
     if criterion.views:
         state = criterion.state[0::2]
         return {"left": torch.where(state < 0, state, state // 2)}
@@ -31,8 +40,11 @@ def items_of_chains(criterion: ChainObjective) -> dict[str, torch.Tensor]:
     return {"left": items[0], "right": items[1]}
 
 
-def p_value(frozen: Frozen, criterion: ChainObjective, num_records: int, forget: bool = False) -> float:
-    """Of where chain states fall in the exact law of their anchor: uniform in (0, 1) if that is their law.
+def p_value(
+    frozen: Frozen, criterion: ChainObjective, num_records: int, forget: bool = False
+) -> float:
+    """Of where chain states fall in the exact law of their anchor: uniform in (0, 1) if that is
+    their law.
 
     Items are ordered by probability, so that too flat and too peaked laws both show.
     """
@@ -54,10 +66,15 @@ def p_value(frozen: Frozen, criterion: ChainObjective, num_records: int, forget:
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["EMC2-draws", "ISIR-batch", pytest.param("ISIR-draws", marks=NIGHTLY)])
+@pytest.mark.parametrize(
+    "name", ["EMC2-draws", "ISIR-batch", pytest.param("ISIR-draws", marks=NIGHTLY)]
+)
 def test_states_follow_the_softmax_over_the_whole_corpus(name: str) -> None:
     kind, arguments = UNBIASED[name]
-    assert p_value(Frozen.make(), kind(num_left=N, temperature=TAU, **arguments), num_records=4) > 0.001
+    assert (
+        p_value(Frozen.make(), kind(num_left=N, temperature=TAU, **arguments), num_records=4)
+        > 0.001
+    )
 
 
 @SLOW
@@ -78,7 +95,9 @@ def test_the_averaged_gradient_is_the_global_gradient(name: str) -> None:
 @NIGHTLY
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 @pytest.mark.parametrize("name", UNBIASED)
-def test_the_averaged_gradient_is_the_global_gradient_over_longer_runs(name: str, views: bool) -> None:
+def test_the_averaged_gradient_is_the_global_gradient_over_longer_runs(
+    name: str, views: bool
+) -> None:
     kind, arguments = UNBIASED[name]
     criterion = kind(num_left=N, temperature=TAU, views=views, **arguments)
     assert averaged_bias(Frozen.make(views=views), criterion, B, warm_up=20, num_epochs=240) <= 0.05
@@ -86,12 +105,18 @@ def test_the_averaged_gradient_is_the_global_gradient_over_longer_runs(name: str
 
 @NIGHTLY
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
-def test_the_bias_of_the_cache_falls_with_the_draws_and_is_below_that_of_the_batch(views: bool) -> None:
+def test_the_bias_of_the_cache_falls_with_the_draws_and_is_below_that_of_the_batch(
+    views: bool,
+) -> None:
     """Weights that sum to at most 1 have one; the in-batch softmax (DCL) is at 0.28."""
     biases = []
     for extra_encodes in (1.0, 4.0):
-        criterion = GlobalCache(num_left=N, temperature=TAU, views=views, extra_encodes=extra_encodes)
-        biases.append(averaged_bias(Frozen.make(views=views), criterion, B, warm_up=10, num_epochs=64))
+        criterion = GlobalCache(
+            num_left=N, temperature=TAU, views=views, extra_encodes=extra_encodes
+        )
+        biases.append(
+            averaged_bias(Frozen.make(views=views), criterion, B, warm_up=10, num_epochs=64)
+        )
     assert biases[1] < 0.14
     assert 1.3 * biases[1] < biases[0] < 0.27
 
@@ -108,7 +133,9 @@ def test_documents_shared_as_in_zipfs_law_make_no_bias(kind: type[ChainObjective
 
 
 @pytest.mark.parametrize("kind", [ISIR, EMC2])
-def test_with_all_pairs_in_the_batch_the_value_is_the_global_loss(kind: type[ChainObjective]) -> None:
+def test_with_all_pairs_in_the_batch_the_value_is_the_global_loss(
+    kind: type[ChainObjective],
+) -> None:
     """And the gradient of ISIR the global one."""
     frozen = Frozen.zipf(num_pairs=30, num_documents=8)
     everything = torch.arange(30)
@@ -133,38 +160,63 @@ def value_after_two_epochs(frozen: Frozen, criterion: Objective, batch_size: int
 @SLOW
 @pytest.mark.parametrize("views", [False, True], ids=["pairs", "views"])
 @pytest.mark.parametrize("kind", [ISIR, EMC2, NegativeCache, GlobalCache])
-def test_the_value_is_that_of_the_global_loss_after_two_epochs(kind: type[Objective], views: bool) -> None:
+def test_the_value_is_that_of_the_global_loss_after_two_epochs(
+    kind: type[Objective], views: bool
+) -> None:
     frozen = Frozen.make(num_pairs=120, views=views)
     frozen.tau = 0.02
-    assert value_after_two_epochs(frozen, frozen.build(kind)) == pytest.approx(frozen.exact()[0], abs=0.2)
+    assert value_after_two_epochs(frozen, frozen.build(kind)) == pytest.approx(
+        frozen.exact()[0], abs=0.2
+    )
 
 
 @SLOW
 @pytest.mark.parametrize("kind", [ISIR, EMC2, GlobalCache])
-def test_the_value_counts_shared_documents_as_often_as_they_are_shared(kind: type[Objective]) -> None:
+def test_the_value_counts_shared_documents_as_often_as_they_are_shared(
+    kind: type[Objective],
+) -> None:
     frozen = Frozen.zipf()
-    assert value_after_two_epochs(frozen, frozen.build(kind)) == pytest.approx(frozen.exact()[0], abs=0.1)
+    assert value_after_two_epochs(frozen, frozen.build(kind)) == pytest.approx(
+        frozen.exact()[0], abs=0.1
+    )
 
 
 @SLOW
-@pytest.mark.parametrize(("kind", "arguments"), [(ISIR, {"proposals": 16}), (NegativeCache, {"refresh": 0.0})])
-def test_the_value_with_draws_from_the_corpus_counts_every_document_once(kind: Any, arguments: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [(ISIR, {"proposals": 16}), (NegativeCache, {"refresh": 0.0})]
+)
+def test_the_value_with_draws_from_the_corpus_counts_every_document_once(
+    kind: Any, arguments: Any
+) -> None:
     frozen = Frozen.zipf()
-    oracle = ExactGlobal(num_left=len(frozen.left), num_right=len(frozen.right), temperature=frozen.tau)
+    oracle = ExactGlobal(
+        num_left=len(frozen.left), num_right=len(frozen.right), temperature=frozen.tau
+    )
     exact = float(frozen.loss(oracle, torch.arange(len(frozen.left))).detach())
-    assert value_after_two_epochs(frozen, frozen.build(kind, **arguments)) == pytest.approx(exact, abs=0.1)
+    assert value_after_two_epochs(frozen, frozen.build(kind, **arguments)) == pytest.approx(
+        exact, abs=0.1
+    )
 
 
 @SLOW
 @pytest.mark.parametrize(("kind", "views"), [(ISIR, False), (EMC2, True)])
-def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(kind: type[ChainObjective], views: bool) -> None:
-    """One epoch of batches of 4 at τ = 0.02, and one to start on. Without recent items chains are far off then."""
+def test_chains_start_by_the_law_as_soon_as_every_item_was_seen(
+    kind: type[ChainObjective], views: bool
+) -> None:
+    """One epoch of batches of 4 at τ = 0.02, and one to start on. Without recent items chains are
+    far off then."""
     frozen = Frozen.make(views=views)
     frozen.tau = 0.02
     tables = (frozen.left, frozen.right) if views else (frozen.right,)
-    scores = torch.stack([(frozen.left @ table.T).detach().double() for table in tables]) / frozen.tau
+    scores = (
+        torch.stack([(frozen.left @ table.T).detach().double() for table in tables]) / frozen.tau
+    )
     scores[:, torch.arange(N), torch.arange(N)] = -torch.inf
-    law = torch.softmax(torch.cat(list(scores), dim=1), dim=1).unflatten(1, (len(tables), N)).sum(dim=1)
+    law = (
+        torch.softmax(torch.cat(list(scores), dim=1), dim=1)
+        .unflatten(1, (len(tables), N))
+        .sum(dim=1)
+    )
     distances = {}
     for recent in (0, 4096):
         criterion = frozen.build(kind, recent=recent)

@@ -1,4 +1,5 @@
-"""What objectives report before their memory knows Z: an estimate of L(θ) from the first step on, and a gradient."""
+"""What objectives report before their memory knows Z: an estimate of L(θ) from the first step on,
+and a gradient."""
 
 from __future__ import annotations
 
@@ -34,8 +35,13 @@ IN_SOFTMAX = [
     for kind, arguments in ((GlobalCache, {}), (NegativeCache, {}))
     for views in (False, True)
 ]
-POOLED = [Setting(GlobalCache, views, {"pool": 64, "positive_in_softmax": True}) for views in (False, True)]
-WITH_LOSS = [setting for setting in SETTINGS if setting.objective is not SigLIP] + IN_SOFTMAX + POOLED
+POOLED = [
+    Setting(GlobalCache, views, {"pool": 64, "positive_in_softmax": True})
+    for views in (False, True)
+]
+WITH_LOSS = (
+    [setting for setting in SETTINGS if setting.objective is not SigLIP] + IN_SOFTMAX + POOLED
+)
 
 
 def outcome(frozen: Frozen, criterion: Objective, ids: Tensor) -> tuple[float, Tensor]:
@@ -46,7 +52,9 @@ def outcome(frozen: Frozen, criterion: Objective, ids: Tensor) -> tuple[float, T
 
 
 @pytest.mark.parametrize("setting", WITH_LOSS, ids=lambda setting: setting.name)
-def test_the_first_values_are_near_the_loss_and_the_first_gradient_points_its_way(setting: Setting) -> None:
+def test_the_first_values_are_near_the_loss_and_the_first_gradient_points_its_way(
+    setting: Setting,
+) -> None:
     frozen = Frozen.make(N, views=setting.views)
     name = setting.objective.__name__
     arguments: dict[str, Any] = dict(setting.arguments)
@@ -60,7 +68,9 @@ def test_the_first_values_are_near_the_loss_and_the_first_gradient_points_its_wa
         assert low <= value - exact <= high, f"step {step}: {value:.2f} for {exact:.2f}"
         if not step:
             assert 0.25 < float(gradient.norm() / exact_gradient.norm()) < 2.5
-            assert float(cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0)) > 0.3
+            assert (
+                float(cosine_similarity(gradient.flatten(), exact_gradient.flatten(), dim=0)) > 0.3
+            )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +104,8 @@ def test_an_evaluation_before_the_first_step_goes_by_the_batch() -> None:
 
 
 def test_pairs_that_an_epoch_draws_in_part_count_in_part() -> None:
-    """Counts below 1 are of mixtures with weights below 1; where the memory holds the corpus, its sum is exact."""
+    """Counts below 1 are of mixtures with weights below 1; where the memory holds the corpus, its
+    sum is exact."""
     frozen = Frozen.make(N)
     counts = torch.ones(N, dtype=torch.float64)
     counts[:100] = 0.1
@@ -105,4 +116,6 @@ def test_pairs_that_an_epoch_draws_in_part_count_in_part() -> None:
         for ids in batches_of_epoch:
             frozen.loss(cache, ids)
     ids = torch.arange(0, N, 5)
-    assert frozen.loss(cache, ids).item() == pytest.approx(frozen.loss(oracle, ids).item(), abs=0.02)
+    assert frozen.loss(cache, ids).item() == pytest.approx(
+        frozen.loss(oracle, ids).item(), abs=0.02
+    )

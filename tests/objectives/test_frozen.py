@@ -1,4 +1,5 @@
-"""The softmax over documents that are vectors: against ExactGlobal, a float64 loop and one process."""
+"""The softmax over documents that are vectors: against ExactGlobal, a float64 loop and one
+process."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from dualenc import distributed
-from dualenc.data.vector_shards import ShardedVectors
+from dualenc.data.store.vector_shards import ShardedVectors
 from dualenc.errors import DualencError
 from dualenc.objectives import ExactGlobal, FrozenCorpus, Matryoshka, Objective
-from dualenc.objectives import frozen as module
+from dualenc.objectives import frozen_corpus as module
 
 NUM_QUERIES, NUM_DOCUMENTS, DIM = 12, 301, 16
 
@@ -43,7 +44,9 @@ def batch(documents: Tensor, noise: float = 0.3) -> dict[str, Tensor]:
     right_id = torch.randint(NUM_DOCUMENTS, (NUM_QUERIES,), generator=draw)
     right_id[1] = right_id[0]
     listed = torch.randint(-1, NUM_DOCUMENTS, (NUM_QUERIES, 3), generator=draw)
-    near = documents[right_id] + noise * torch.randn(NUM_QUERIES, DIM, generator=draw, dtype=documents.dtype)
+    near = documents[right_id] + noise * torch.randn(
+        NUM_QUERIES, DIM, generator=draw, dtype=documents.dtype
+    )
     left = unit(near).requires_grad_()
     left_id = torch.arange(NUM_QUERIES)
     left_id[2] = 1  # one query in two pairs
@@ -57,12 +60,15 @@ def batch(documents: Tensor, noise: float = 0.3) -> dict[str, Tensor]:
 
 
 def positives_of(given: dict[str, Tensor], row: int) -> set[int]:
-    """Documents that are no negatives of a query: listed, or of any pair of the batch with this query."""
+    """Documents that are no negatives of a query: listed, or of any pair of the batch with this
+    query."""
     of_query = given["right_id"][given["left_id"] == given["left_id"][row]].tolist()
     return {*given["left_positives"][row].tolist(), *of_query} - {-1}
 
 
-def slow(given: dict[str, Tensor], documents: Tensor, log_tau: Tensor, positive_in_softmax: bool) -> Tensor:
+def slow(
+    given: dict[str, Tensor], documents: Tensor, log_tau: Tensor, positive_in_softmax: bool
+) -> Tensor:
     """(b,) losses from the formula, query by query."""
     losses = []
     for row, query in enumerate(given["left"]):
@@ -87,7 +93,11 @@ def gradients(loss: Tensor, criterion: Objective, left: Tensor) -> tuple[Tensor,
 def test_equals_the_formula(documents, small_blocks, tau, positive_in_softmax):
     """Losses and gradients in query and τ, over many blocks, are those of a loop in float64."""
     given = batch(documents)
-    common = {"temperature": tau, "learnable_temperature": True, "positive_in_softmax": positive_in_softmax}
+    common = {
+        "temperature": tau,
+        "learnable_temperature": True,
+        "positive_in_softmax": positive_in_softmax,
+    }
     criterion = FrozenCorpus(documents, **common).double()
     out = criterion(**given)
     expected = slow(given, documents, criterion.log_temperature, positive_in_softmax)
@@ -104,7 +114,9 @@ def test_equals_exact_global(documents, small_blocks, positive_in_softmax):
     common: dict[str, Any] = {"temperature": 0.05, "positive_in_softmax": positive_in_softmax}
     oracle = ExactGlobal(num_left=NUM_QUERIES, num_right=NUM_DOCUMENTS, **common).double()
     queries = unit(torch.randn(NUM_QUERIES, DIM, dtype=torch.float64))
-    exact = oracle(**given, encode=lambda side, ids: (documents if side == "right" else queries)[ids])
+    exact = oracle(
+        **given, encode=lambda side, ids: (documents if side == "right" else queries)[ids]
+    )
     out = FrozenCorpus(documents, **common).double()(**given)
     torch.testing.assert_close(out.per_anchor, exact.per_anchor[:NUM_QUERIES], rtol=1e-6, atol=1e-6)
     # A right anchor's own part is −σ(L)·∇s⁺/τ, with l = log(1 + exp L) its loss, or −∇s⁺/τ.
@@ -117,17 +129,23 @@ def test_equals_exact_global(documents, small_blocks, positive_in_softmax):
 
 @pytest.mark.parametrize("kind", ["numpy", "map", "shards", "tensor"])
 def test_sources_in_half_precision(documents, small_blocks, tmp_path, kind):
-    """Rounded documents are scaled to length one; at τ = 0.005 in single precision nothing overflows."""
+    """Rounded documents are scaled to length one; at τ = 0.005 in single precision nothing
+    overflows."""
     halves = (3 * documents).half()
     array = halves.numpy()
     if kind == "map":
         np.save(tmp_path / "documents.npy", array)
         array = np.load(tmp_path / "documents.npy", mmap_mode="r")
-    source = {"shards": ShardedVectors([array[:100], array[100:]]), "tensor": halves}.get(kind, array)
+    source = {"shards": ShardedVectors([array[:100], array[100:]]), "tensor": halves}.get(
+        kind, array
+    )
     given = batch(unit(halves.double()).float())
     criterion = FrozenCorpus(source, temperature=0.005)
     out = criterion(**given)
-    double = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    double = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in given.items()
+    }
     log_tau = torch.tensor(0.005, dtype=torch.float64).log()
     expected = slow(double, unit(halves.double()), log_tau, False)
     torch.testing.assert_close(out.per_anchor.double(), expected.detach(), rtol=2e-5, atol=2e-5)
@@ -137,7 +155,8 @@ def test_sources_in_half_precision(documents, small_blocks, tmp_path, kind):
 
 @pytest.mark.parametrize("searched", [False, True])
 def test_several_lengths(documents, small_blocks, searched):
-    """Matryoshka compares the first components of queries and documents, each scaled to length one."""
+    """Matryoshka compares the first components of queries and documents, each scaled to length
+    one."""
     given = batch(documents)
     objective = FrozenCorpus(documents, temperature=0.1)
     if searched:
@@ -145,11 +164,15 @@ def test_several_lengths(documents, small_blocks, searched):
     criterion = Matryoshka(objective, dims=[4, DIM]).double()
     out = criterion(**given)
     log_tau = torch.tensor(0.1).double().log()
-    short = slow(given | {"left": unit(given["left"][:, :4])}, unit(documents[:, :4]), log_tau, False)
+    short = slow(
+        given | {"left": unit(given["left"][:, :4])}, unit(documents[:, :4]), log_tau, False
+    )
     expected = (short + slow(given, documents, log_tau, False)) / 2
     torch.testing.assert_close(out.per_anchor, expected.detach(), rtol=1e-6, atol=1e-6)
     found = torch.autograd.grad(out.loss, given["left"])[0]
-    torch.testing.assert_close(found, torch.autograd.grad(expected.mean(), given["left"])[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found, torch.autograd.grad(expected.mean(), given["left"])[0], rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("positive_in_softmax", [False, True])
@@ -189,7 +212,10 @@ def test_refused_arguments(documents, arguments, message):
         ((np.zeros((12, 3)), np.zeros((12, 3))), "gave shape .2, 12, 3."),
         (np.full((12, 3), 301), "gave rows in .301, 301."),
         # The scores of faiss' search, [0] for [1].
-        (np.full((12, 3), 0.7, np.float32), "gave float32 and not whole numbers; give rows, which FAISS"),
+        (
+            np.full((12, 3), 0.7, np.float32),
+            "gave float32 and not whole numbers; give rows, which FAISS",
+        ),
         (torch.full((12, 3), 0.7), "gave float32 and not whole numbers"),
         (np.full((12, 3), True), "gave bool and not whole numbers"),
         (None, "is None"),
@@ -197,7 +223,9 @@ def test_refused_arguments(documents, arguments, message):
     ],
 )
 def test_a_search_that_gives_no_rows(documents, results, message):
-    criterion = FrozenCorpus(documents, max_exact=9, search=lambda queries, nearest: results).double()
+    criterion = FrozenCorpus(
+        documents, max_exact=9, search=lambda queries, nearest: results
+    ).double()
     with pytest.raises(DualencError, match=f"FrozenCorpus: search {message}"):
         criterion(**batch(documents))
 
@@ -210,7 +238,8 @@ def test_documents_in_another_order(documents):
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_documents_of_nan_are_named(documents, value, monkeypatch):
-    """Also one that is in no pair: it would make every weight NaN; at once, or in the first step."""
+    """Also one that is in no pair: it would make every weight NaN; at once, or in the first
+    step."""
     spoiled = documents.clone()
     spoiled[-2] = value
     with pytest.raises(DualencError, match="FrozenCorpus: documents hold NaN or infinite values"):
@@ -225,7 +254,9 @@ def test_documents_of_nan_are_named(documents, value, monkeypatch):
 def test_documents_of_fewer_components_than_the_queries(documents, searched):
     short = unit(documents[:, :9])
     options = {"max_exact": 9, "search": brute_force(short)} if searched else {}
-    message = "FrozenCorpus: documents have 9 components and the queries 16; give those of the model"
+    message = (
+        "FrozenCorpus: documents have 9 components and the queries 16; give those of the model"
+    )
     with pytest.raises(DualencError, match=message):
         FrozenCorpus(short, **options).double()(**batch(documents))
 
@@ -242,11 +273,14 @@ def brute_force(documents: Tensor) -> Any:
 
 
 def sampled(documents: Tensor, **options: Any) -> FrozenCorpus:
-    return FrozenCorpus(documents, temperature=0.1, max_exact=100, search=brute_force(documents), **options).double()
+    return FrozenCorpus(
+        documents, temperature=0.1, max_exact=100, search=brute_force(documents), **options
+    ).double()
 
 
 def test_nearest_and_sampled_estimate_the_sum_without_bias(documents, small_blocks):
-    """Over draws, the mean of Z of each query is the exact sum, and the mean gradient is near the exact one."""
+    """Over draws, the mean of Z of each query is the exact sum, and the mean gradient is near the
+    exact one."""
     given = batch(documents, noise=1.0)
     exact = FrozenCorpus(documents, temperature=0.1).double()
     expected = exact(**given).per_anchor
@@ -265,19 +299,24 @@ def test_nearest_and_sampled_estimate_the_sum_without_bias(documents, small_bloc
 
 def on_a_rank(rank: int, world_size: int, folder: Path, documents: Tensor) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world_size
+    )
     torch.save(both_parts(documents), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 def own_part(documents: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """The averaged gradient of a query map (D, D) and log τ by this rank's part of the batch, and the loss."""
+    """The averaged gradient of a query map (D, D) and log τ by this rank's part of the batch, and
+    the loss."""
     given = batch(documents)
     rows = distributed.rank_slice(NUM_QUERIES - 1)  # uneven
     own = {name: value.detach()[rows] for name, value in given.items()}
     weight = torch.eye(DIM, dtype=torch.float64).requires_grad_()
-    criterion = FrozenCorpus(documents, temperature=0.1, learnable_temperature=True, **options).double()
+    criterion = FrozenCorpus(
+        documents, temperature=0.1, learnable_temperature=True, **options
+    ).double()
     out = criterion(**own | {"left": unit(own["left"] @ weight)})
     out.loss.backward()
     distributed.average_gradients([weight, criterion.log_temperature])

@@ -1,4 +1,5 @@
-"""GlobalCache: the formula with its draws, their law, what it costs, and that old memories bias nothing."""
+"""GlobalCache: the formula with its draws, their law, what it costs, and that old memories bias
+nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Slow:
         self.stride, self.temperature, self.counts = stride, temperature, counts
         self.memory: dict[Item, Tensor] = {}
 
-    def direction(self, case: Case, corpus: Corpus, side: str, pool: list[Item], drawn: list[Item]) -> Tensor:
+    def direction(
+        self, case: Case, corpus: Corpus, side: str, pool: list[Item], drawn: list[Item]
+    ) -> Tensor:
         """Mean surrogate of one direction; remembers what it has seen."""
         anchors, batch = item_anchors(case, side), batch_items(case, side)
         other = "views" if case.views else "right" if side == "left" else "left"
@@ -49,13 +52,20 @@ class Slow:
             """c_z·exp(s/τ), 0 for what is no negative."""
             if is_hidden(case, anchor, item):
                 return 0.0
-            return count[item.id] * math.exp(float(anchor.vector.detach() @ vector.detach()) / self.temperature)
+            return count[item.id] * math.exp(
+                float(anchor.vector.detach() @ vector.detach()) / self.temperature
+            )
 
         sides = ("left", "right") if case.views else (other,)
         remembered = {item: vector for item, vector in self.memory.items() if item.side in sides}
         looked_at = {item: remembered[item] for item in pool if item in remembered}
-        sums = [sum(mass(anchor, item, vector) for item, vector in looked_at.items()) for anchor in anchors]
-        seeing = [(anchor, self.stride * total) for anchor, total in zip(anchors, sums) if total > 0]
+        sums = [
+            sum(mass(anchor, item, vector) for item, vector in looked_at.items())
+            for anchor in anchors
+        ]
+        seeing = [
+            (anchor, self.stride * total) for anchor, total in zip(anchors, sums) if total > 0
+        ]
         num_pairs = len(case.left_id)
 
         def expected(item: Item) -> float:
@@ -64,25 +74,44 @@ class Slow:
             if item in remembered and seeing:
                 for anchor, total in seeing:
                     own = mass(anchor, item, remembered[item]) / count[item.id]
-                    share += own / (total + (0 if item in looked_at else self.stride * own)) / len(seeing)
+                    share += (
+                        own
+                        / (total + (0 if item in looked_at else self.stride * own))
+                        / len(seeing)
+                    )
             return (num_pairs - 1) / (sum(count) - 1) + len(drawn) * share
 
         present = [*batch, *((item, vector_of(case, corpus, side, item)) for item in drawn)]
         losses = []
         for anchor, total in zip(anchors, sums):
-            weights = [mass(anchor, item, vector) / count[item.id] / expected(item) for item, vector in present]
+            weights = [
+                mass(anchor, item, vector) / count[item.id] / expected(item)
+                for item, vector in present
+            ]
             # What is looked at and the batch stand for the whole corpus.
             own = [item for item, _ in batch if not is_hidden(case, anchor, item)]
-            known = total + sum(mass(anchor, item, vector) / count[item.id] for item, vector in batch)
+            known = total + sum(
+                mass(anchor, item, vector) / count[item.id] for item, vector in batch
+            )
             seen = [count[item.id] for item in remembered if not is_hidden(case, anchor, item)]
             corpus_items = [Item(s, i) for s in sides for i in range(len(count))]
-            negatives = [count[item.id] for item in corpus_items if not is_hidden(case, anchor, item)]
+            negatives = [
+                count[item.id] for item in corpus_items if not is_hidden(case, anchor, item)
+            ]
             number = len(own) + sum(seen) / self.stride
-            partition = max(sum(weights), 1e-300, known * sum(negatives) / number if number else 0.0)
-            pushed = sum(weight / partition * (anchor.vector @ vector) for weight, (_, vector) in zip(weights, present))
+            partition = max(
+                sum(weights), 1e-300, known * sum(negatives) / number if number else 0.0
+            )
+            pushed = sum(
+                weight / partition * (anchor.vector @ vector)
+                for weight, (_, vector) in zip(weights, present)
+            )
             mean = torch.zeros(5, dtype=torch.float64)
             if total > 0:
-                mean = sum(mass(anchor, item, vector) / total * vector for item, vector in looked_at.items())
+                mean = sum(
+                    mass(anchor, item, vector) / total * vector
+                    for item, vector in looked_at.items()
+                )
             missed = (1 - sum(weights) / partition) * mean
             losses.append((pushed + anchor.vector @ missed - anchor.positive) / self.temperature)
         for item, vector in reversed(present):
@@ -90,19 +119,25 @@ class Slow:
         return torch.stack(losses).mean()
 
 
-def loss_and_draws(criterion: GlobalCache, case: Case, corpus: Corpus) -> tuple[Tensor, list[tuple[list[Item], ...]]]:
+def loss_and_draws(
+    criterion: GlobalCache, case: Case, corpus: Corpus
+) -> tuple[Tensor, list[tuple[list[Item], ...]]]:
     """Its loss, and what each direction looked at and drew."""
     pools: list[Tensor] = []
     drawn: list[Tensor] = []
     with pytest.MonkeyPatch.context() as patch:
         for name, holder, found in (("_pool", criterion, pools), ("sample", global_cache, drawn)):
             original = getattr(holder, name)
-            patch.setattr(holder, name, lambda *given, o=original, f=found: f.append(o(*given)) or f[-1])
+            patch.setattr(
+                holder, name, lambda *given, o=original, f=found: f.append(o(*given)) or f[-1]
+            )
         loss = criterion(**case.arguments(), encode=corpus.encode).loss
     by_direction = []
     for side, pool, items in zip(("right", "left"), pools, drawn, strict=False):
         numbers = pool.tolist(), [i for i in items.tolist() if i >= 0]
-        by_direction.append(tuple([Item.of_number(i, side, case.views) for i in each] for each in numbers))
+        by_direction.append(
+            tuple([Item.of_number(i, side, case.views) for i in each] for each in numbers)
+        )
     return loss, by_direction
 
 
@@ -126,7 +161,9 @@ def test_gradient_is_that_of_the_formula(
     if counted and not views:
         counts = {side: 1 + torch.randperm(NUM_ITEMS, generator=draw) % 3 for side in counts}
         criterion.set_counts(counts["left"], counts["right"])
-    by_side = {side: values.tolist() for side, values in [*counts.items(), ("views", counts["left"])]}
+    by_side = {
+        side: values.tolist() for side, values in [*counts.items(), ("views", counts["left"])]
+    }
     stride = math.ceil((2 if views else 1) * NUM_ITEMS / pool)
     slow = Slow(stride, float(criterion.temperature), by_side)
     for step in range(3):
@@ -134,13 +171,20 @@ def test_gradient_is_that_of_the_formula(
         case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed * 4 + step)
         loss, drawn = loss_and_draws(criterion, case, corpus)
         sides = ["views"] if views else ["left", "right"]
-        expected = [slow.direction(case, corpus, side, *items) for side, items in zip(sides, drawn, strict=True)]
-        torch.testing.assert_close(gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus))
+        expected = [
+            slow.direction(case, corpus, side, *items)
+            for side, items in zip(sides, drawn, strict=True)
+        ]
+        torch.testing.assert_close(
+            gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus)
+        )
 
 
-def mean_of_sum(left: Tensor, right: Tensor, remembered: Tensor, batch_size: int, num_draws: int, tau: float) -> Tensor:
-    """(N,) of each left anchor the mean, over all batches with it and all draws, of the weighed sum over batch and
-    draws, over the true sum."""
+def mean_of_sum(
+    left: Tensor, right: Tensor, remembered: Tensor, batch_size: int, num_draws: int, tau: float
+) -> Tensor:
+    """(N,) of each left anchor the mean, over all batches with it and all draws, of the weighed sum
+    over batch and draws, over the true sum."""
     num_items = len(left)
     masses = (left @ right.T / tau).exp().fill_diagonal_(0)
     memory, items = EmbeddingMemory(num_items), torch.arange(num_items)
@@ -150,16 +194,28 @@ def mean_of_sum(left: Tensor, right: Tensor, remembered: Tensor, batch_size: int
         rows = torch.tensor(batch)
         queries, hidden = left[rows] / tau, rows[:, None]
         seen = memory.attend(queries, hidden)
-        given = (queries, hidden, seen.log_sum, items, remembered, torch.ones(num_items, dtype=torch.bool))
+        given = (
+            queries,
+            hidden,
+            seen.log_sum,
+            items,
+            remembered,
+            torch.ones(num_items, dtype=torch.bool),
+        )
         shares = mean_shares(*(tensor[None] for tensor in given), torch.zeros(1, 1))[0]
         expected = (batch_size - 1) / (num_items - 1) + num_draws * shares
-        # One number u places all draws, at (k + u)/R along the cumulative shares: what is drawn changes at these u.
+        # One number u places all draws, at (k + u)/R along the cumulative shares: what is drawn
+        # changes at these u.
         cuts = sorted({0.0, 1.0, *(num_draws * shares.cumsum(dim=0) % 1).tolist()})
         for low, high in itertools.pairwise(cuts):
             if high - low > 1e-12:
-                drawn = sample(seen, num_draws, torch.tensor([(low + high) / 2], dtype=torch.float64))
+                drawn = sample(
+                    seen, num_draws, torch.tensor([(low + high) / 2], dtype=torch.float64)
+                )
                 number = torch.bincount(torch.cat([rows, drawn]), minlength=num_items)
-                total[rows] += (high - low) * (masses[rows] * number / expected.clamp(min=1e-300)).sum(dim=1)
+                total[rows] += (high - low) * (
+                    masses[rows] * number / expected.clamp(min=1e-300)
+                ).sum(dim=1)
         count[rows] += 1
     return total / count / masses.sum(dim=1)
 
@@ -179,14 +235,18 @@ def mean_of_sum(left: Tensor, right: Tensor, remembered: Tensor, batch_size: int
 def test_mean_of_the_sum_over_all_batches_and_draws(
     batch_size: int, tau: float, is_old: bool, low: float, high: float
 ) -> None:
-    """Exact for a batch of one, whatever is remembered: draws do not depend on who else is in it; else a few percent
-    too large."""
+    """Exact for a batch of one, whatever is remembered: draws do not depend on who else is in it;
+    else a few percent too large."""
     found = []
     for seed in range(10):
-        draws = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        draws = torch.randn(
+            3, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         left, right, old = normalize(draws, dim=2)
         remembered = old if is_old else right
-        found.append(mean_of_sum(left, right, remembered, batch_size, max(1, round(batch_size / 2)), tau))
+        found.append(
+            mean_of_sum(left, right, remembered, batch_size, max(1, round(batch_size / 2)), tau)
+        )
     assert low < float(torch.stack(found).mean()) < high
 
 
@@ -231,7 +291,9 @@ def test_mined_negatives_of_no_pair_are_remembered_and_drawn() -> None:
     """As in training, where the counts are those of pairs: 0 of what was mined alone."""
     pairs, mined = NUM_ITEMS - 4, torch.arange(NUM_ITEMS - 4, NUM_ITEMS)
     corpus = Corpus.make(0, NUM_ITEMS)
-    criterion = GlobalCache(num_left=pairs, num_right=NUM_ITEMS, temperature=TAU, extra_encodes=4.0).double()
+    criterion = GlobalCache(
+        num_left=pairs, num_right=NUM_ITEMS, temperature=TAU, extra_encodes=4.0
+    ).double()
     counts = torch.ones(NUM_ITEMS)
     counts[mined] = 0
     criterion.set_counts(torch.ones(pairs), counts)
@@ -243,7 +305,8 @@ def test_mined_negatives_of_no_pair_are_remembered_and_drawn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_items", "pool", "stride"), [(1000, 100, 10), (1000, 300, 4), (1000, 2048, 1), (7, 1, 7), (192, 5, 39)]
+    ("num_items", "pool", "stride"),
+    [(1000, 100, 10), (1000, 300, 4), (1000, 2048, 1), (7, 1, 7), (192, 5, 39)],
 )
 def test_every_item_is_in_as_many_pools(num_items: int, pool: int, stride: int) -> None:
     criterion, _ = filled(num_items, pool=pool)
@@ -254,7 +317,10 @@ def test_every_item_is_in_as_many_pools(num_items: int, pool: int, stride: int) 
         assert torch.equal(items // stride, torch.arange(len(items)))
         times[items] += 1
     shares = times[:num_items] / (2000 if stride > 1 else 1)
-    assert float((shares - 1 / stride).abs().max()) <= 5 * (1 / stride * (1 - 1 / stride) / 2000) ** 0.5
+    assert (
+        float((shares - 1 / stride).abs().max())
+        <= 5 * (1 / stride * (1 - 1 / stride) / 2000) ** 0.5
+    )
 
 
 def test_a_pool_may_end_beyond_the_corpus() -> None:
@@ -265,7 +331,9 @@ def test_a_pool_may_end_beyond_the_corpus() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_items", "pool"), [(1000, 256), (1024, 400)], ids=["even", "a last stretch beyond N"])
+@pytest.mark.parametrize(
+    ("num_items", "pool"), [(1000, 256), (1024, 400)], ids=["even", "a last stretch beyond N"]
+)
 def test_the_partition_function_of_a_pool_is_unbiased(num_items: int, pool: int) -> None:
     criterion, corpus = filled(num_items, pool=pool)
     criterion.eval()
@@ -284,7 +352,8 @@ def test_the_partition_function_of_a_pool_is_unbiased(num_items: int, pool: int)
 
 
 def test_what_lies_outside_a_pool_may_be_nearer_than_all_inside_it() -> None:
-    """At small τ by more than float32 can hold; an item counts as expected at most once per draw."""
+    """At small τ by more than float32 can hold; an item counts as expected at most once per
+    draw."""
     far, near = torch.eye(4)[0], torch.eye(4)[1]
     nobody, items = torch.tensor([[-1]]), torch.arange(2)
     given = (near[None] / 0.005, nobody, torch.zeros(1), items, torch.stack([far, near]), items < 1)
@@ -296,10 +365,13 @@ NUM_PAIRS, BATCH_SIZE = 320, 16
 
 
 def clustered() -> tuple[Tensor, Tensor]:
-    """(N, D) pairs: of each anchor a few negatives weigh most. Neighbouring ids, so blocks of a cache, are not near."""
+    """(N, D) pairs: of each anchor a few negatives weigh most. Neighbouring ids, so blocks of a
+    cache, are not near."""
     draw = torch.Generator().manual_seed(0)
     centres = normalize(torch.randn(NUM_PAIRS // 20, 16, generator=draw), dim=1)
-    left = normalize(centres.repeat(20, 1) + 0.12 * torch.randn(NUM_PAIRS, 16, generator=draw), dim=1)
+    left = normalize(
+        centres.repeat(20, 1) + 0.12 * torch.randn(NUM_PAIRS, 16, generator=draw), dim=1
+    )
     return left, normalize(left + 0.1 * torch.randn(NUM_PAIRS, 16, generator=draw), dim=1)
 
 
@@ -313,11 +385,17 @@ def exact(left: Tensor, right: Tensor, tau: float) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tau", "pool", "low"),
-    [(0.02, 64, -2.0), (0.07, 64, -0.4), (0.07, 160, -0.1), (0.05, 2048, -0.01), (0.02, 320, -0.01)],
+    [
+        (0.02, 64, -2.0),
+        (0.07, 64, -0.4),
+        (0.07, 160, -0.1),
+        (0.05, 2048, -0.01),
+        (0.02, 320, -0.01),
+    ],
 )
 def test_a_loss_is_reported_once_it_is_near_the_true_one(tau: float, pool: int, low: float) -> None:
-    """With the epoch that fills the cache, where a step looks at all of it: the log of a random part's
-    sum is too low where few negatives weigh most."""
+    """With the epoch that fills the cache, where a step looks at all of it: the log of a random
+    part's sum is too low where few negatives weigh most."""
     left, right = clustered()
     true, draw = exact(left, right, tau), torch.Generator().manual_seed(0)
     criterion = GlobalCache(num_left=NUM_PAIRS, temperature=tau, pool=pool)
@@ -325,7 +403,9 @@ def test_a_loss_is_reported_once_it_is_near_the_true_one(tau: float, pool: int, 
     reported, errors = [], []
     for _ in range(4):
         for ids in torch.randperm(NUM_PAIRS, generator=draw).split(BATCH_SIZE):
-            out = criterion(left[ids].requires_grad_(), right[ids].requires_grad_(), ids, encode=encode)
+            out = criterion(
+                left[ids].requires_grad_(), right[ids].requires_grad_(), ids, encode=encode
+            )
             reported.append(criterion.reports_loss)
             if all(memory.holds_corpus for memory in criterion.memories):
                 errors.append(float((out.per_anchor.view(2, -1).double() - true[:, ids]).mean()))

@@ -1,4 +1,5 @@
-"""InfoNCE, DCL, HCL and SigLIP: value and gradient equal the paper's formula, and other libraries."""
+"""InfoNCE, DCL, HCL and SigLIP: value and gradient equal the paper's formula, and other
+libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +16,16 @@ from tests.objectives.slow import gradients
 FORMULAS = {
     "InfoNCE": (InfoNCE, {}, slow.info_nce),
     "DCL": (DCL, {}, slow.dcl),
-    "debiased": (HCL, {"hardness": 0.0, "class_prior": 0.1}, lambda row, tau: slow.hcl(row, tau, 0.0, 0.1)),
-    "HCL": (HCL, {"hardness": 0.7, "class_prior": 0.05}, lambda row, tau: slow.hcl(row, tau, 0.7, 0.05)),
+    "debiased": (
+        HCL,
+        {"hardness": 0.0, "class_prior": 0.1},
+        lambda row, tau: slow.hcl(row, tau, 0.0, 0.1),
+    ),
+    "HCL": (
+        HCL,
+        {"hardness": 0.7, "class_prior": 0.05},
+        lambda row, tau: slow.hcl(row, tau, 0.7, 0.05),
+    ),
     "SigLIP": (SigLIP, {"bias": -2.0}, lambda row, tau: slow.siglip(row, tau, -2.0)),
 }
 
@@ -29,17 +38,23 @@ FORMULAS = {
     views=st.booleans(),
     tau=st.sampled_from([0.05, 0.2, 1.0]),
 )
-def test_loss_and_gradient_equal_the_formula(name: str, seed: int, size: int, views: bool, tau: float) -> None:
+def test_loss_and_gradient_equal_the_formula(
+    name: str, seed: int, size: int, views: bool, tau: float
+) -> None:
     kind, arguments, formula = FORMULAS[name]
     case = slow.make_case(seed, size, views)
     found = kind(temperature=tau, views=views, **arguments)(**case.arguments()).loss
     expected = slow.mean_loss(case, lambda row: formula(row, tau))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(gradients(found, case), gradients(expected, case), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        gradients(found, case), gradients(expected, case), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-@pytest.mark.parametrize("tau", [0.01, *(pytest.param(tau, marks=pytest.mark.nightly) for tau in (0.005, 0.07, 1.0))])
+@pytest.mark.parametrize(
+    "tau", [0.01, *(pytest.param(tau, marks=pytest.mark.nightly) for tau in (0.005, 0.07, 1.0))]
+)
 @pytest.mark.parametrize("views", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_lower_precisions_agree_with_double(name: str, views: bool, tau: float) -> None:
     kind, arguments, _ = FORMULAS[name]
@@ -75,7 +90,9 @@ def test_info_nce_is_the_clip_loss_of_open_clip() -> None:
     losses = pytest.importorskip("open_clip.loss")
     left, right = unit_pairs()
     expected = losses.ClipLoss()(left, right, logit_scale=1 / 0.07)
-    torch.testing.assert_close(InfoNCE(temperature=0.07)(left, right, torch.arange(9)).loss, expected)
+    torch.testing.assert_close(
+        InfoNCE(temperature=0.07)(left, right, torch.arange(9)).loss, expected
+    )
 
 
 def test_siglip_is_the_siglip_loss_of_open_clip() -> None:
@@ -107,13 +124,18 @@ def test_mined_negatives_join_the_candidates_of_left_anchors_only() -> None:
     case = slow.make_case(5, 4, views=False)
     case.left_id, case.right_id, case.relevant = [0, 1, 2, 3], [0, 1, 2, 3], set()
     mined = normalize(torch.randn(2, 5, dtype=torch.float64), dim=1)
-    found = DCL(temperature=0.1)(**case.arguments(), negatives=mined, negative_id=torch.tensor([7, 0])).loss
+    found = DCL(temperature=0.1)(
+        **case.arguments(), negatives=mined, negative_id=torch.tensor([7, 0])
+    ).loss
     forward, backward = slow.directions(case)
     for i, row in enumerate(forward):
         row.negatives.append(case.left[i] @ mined[0])
         if i != 0:  # the second mined item is document 0, the positive of query 0
             row.negatives.append(case.left[i] @ mined[1])
-    expected = sum(torch.stack([slow.dcl(r, 0.1) for r in rows]).mean() for rows in (forward, backward)) / 2
+    expected = (
+        sum(torch.stack([slow.dcl(r, 0.1) for r in rows]).mean() for rows in (forward, backward))
+        / 2
+    )
     torch.testing.assert_close(found, expected)
 
 

@@ -26,7 +26,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
-from dualenc.recipe_check import parameters
+from dualenc.recipe.check import parameters
 from tests.objectives.every import CLASSES, momentum_keys
 
 EYE, IDS = torch.eye(4), torch.arange(4)
@@ -41,8 +41,14 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("right has shape (3, 4)", {"right": EYE[:3]}),
     ("right holds NaN", {"right": EYE * torch.nan}),
     ("left holds NaN or infinite", {"left": EYE / 0}),
-    ("left has rows of norm in [1, 4000]", {"left": torch.diag(torch.tensor([1.0, 4000.0, 1.0, 1.0]))}),
-    ("right has rows of norm in [0.98, 1]", {"right": torch.diag(torch.tensor([0.98, 1.0, 1.0, 1.0]))}),
+    (
+        "left has rows of norm in [1, 4000]",
+        {"left": torch.diag(torch.tensor([1.0, 4000.0, 1.0, 1.0]))},
+    ),
+    (
+        "right has rows of norm in [0.98, 1]",
+        {"right": torch.diag(torch.tensor([0.98, 1.0, 1.0, 1.0]))},
+    ),
     ("left holds zero vectors", {"left": torch.diag(torch.tensor([1.0, 0.0, 1.0, 1.0]))}),
     ("left has rows of norm in [4000, 4000]", {"left": 4000 * EYE.half(), "right": EYE.half()}),
     ("negatives and negative_id", {"negatives": EYE}),
@@ -50,10 +56,22 @@ BAD_CALLS: list[tuple[str, dict[str, Any]]] = [
     ("negatives has shape (4, 3)", {"negatives": EYE[:, :3], "negative_id": IDS}),
     ("negatives has rows of norm", {"negatives": 2 * EYE, "negative_id": IDS}),
     ("negative_id has shape (3,)", {"negatives": EYE, "negative_id": torch.arange(3)}),
-    ("negative_id holds ids in [0, 99]", {"negatives": EYE, "negative_id": torch.tensor([0, 1, 2, 99])}),
-    ("left_positives holds ids in [0, 10]", {"left_positives": torch.tensor([[0], [1], [2], [10]])}),
-    ("left_positives holds ids in [-2, 2]", {"left_positives": torch.tensor([[0], [1], [2], [-2]])}),
-    ("right_positives holds ids in [0, 12]", {"right_positives": torch.tensor([[0], [1], [2], [12]])}),
+    (
+        "negative_id holds ids in [0, 99]",
+        {"negatives": EYE, "negative_id": torch.tensor([0, 1, 2, 99])},
+    ),
+    (
+        "left_positives holds ids in [0, 10]",
+        {"left_positives": torch.tensor([[0], [1], [2], [10]])},
+    ),
+    (
+        "left_positives holds ids in [-2, 2]",
+        {"left_positives": torch.tensor([[0], [1], [2], [-2]])},
+    ),
+    (
+        "right_positives holds ids in [0, 12]",
+        {"right_positives": torch.tensor([[0], [1], [2], [12]])},
+    ),
     ("right_positives has shape (4,)", {"right_positives": IDS}),
     ("left is None; it must be a float tensor", {"left": None}),
     ("left is of type list", {"left": EYE.tolist()}),
@@ -108,8 +126,12 @@ KEYS = [
         (Matryoshka(InfoNCE(), [2, 5]), "dims are [2, 5], but the embeddings have 4", {}),
     ],
 )
-def test_forward_names_the_class_and_the_argument(criterion: Objective, message: str, change: dict[str, Any]) -> None:
-    with pytest.raises(DualencError, match=re.escape(f"{type(criterion).__name__}: {message}")) as caught:
+def test_forward_names_the_class_and_the_argument(
+    criterion: Objective, message: str, change: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        DualencError, match=re.escape(f"{type(criterion).__name__}: {message}")
+    ) as caught:
         criterion(**GOOD | change)
     assert "\n" not in str(caught.value)
 
@@ -163,7 +185,11 @@ def test_constructor_names_the_class_and_the_argument(kind: type[Objective]) -> 
     """Every argument of every objective; numpy's numbers are numbers."""
     kind(num_left=np.int64(5), temperature=np.float32(0.2))
     kind(num_left=5, temperature=1)
-    hints = {name: each.annotation for name, each in parameters(kind).items() if each.annotation is not bool}
+    hints = {
+        name: each.annotation
+        for name, each in parameters(kind).items()
+        if each.annotation is not bool
+    }
     assert hints.keys() <= BAD_VALUES.keys()
     for name in hints.keys() & BAD_VALUES:
         for value in BAD_VALUES[name] + ("x", math.nan) * (hints[name] in (int, float)):
@@ -178,7 +204,9 @@ def test_what_an_objective_lacks_is_named() -> None:
     with pytest.raises(DualencError, match="ISogCLR: learnable_temperature does not apply"):
         ISogCLR(num_left=5, learnable_temperature=True)
     for start in (0.002, 2.0):
-        with pytest.raises(DualencError, match=r"ISogCLR: temperature is .*; it must be a number in \[0.005, 1.0\]"):
+        with pytest.raises(
+            DualencError, match=r"ISogCLR: temperature is .*; it must be a number in \[0.005, 1.0\]"
+        ):
             ISogCLR(num_left=5, temperature=start)
 
 
@@ -194,10 +222,16 @@ def test_lengths_are_checked(dims: Any) -> None:
 def test_ids_of_every_integer_type_are_ids(dtype: torch.dtype) -> None:
     """They are made 64 bits wide first: 100 + 100 does not fit into int8, nor -1 into uint8."""
     left, right = normalize(torch.randn(2, 4, 5), dim=2)
-    ids, known = torch.tensor([100, 101, 101, 7]), torch.tensor([[7, 100], [101, 7], [101, 7], [100, 100]])
+    ids, known = (
+        torch.tensor([100, 101, 101, 7]),
+        torch.tensor([[7, 100], [101, 7], [101, 7], [100, 100]]),
+    )
     for build in (lambda: SogCLR(num_left=110), lambda: DCL(views=True)):
         given = {"left_id": ids, "right_id": ids, "left_positives": known}
-        expected, found = (build()(left, right, **{k: v.to(d) for k, v in given.items()}) for d in (torch.long, dtype))
+        expected, found = (
+            build()(left, right, **{k: v.to(d) for k, v in given.items()})
+            for d in (torch.long, dtype)
+        )
         assert torch.equal(found.loss, expected.loss)
 
 
@@ -215,7 +249,9 @@ SIZE = 12
 
 
 def unit(*shape: int) -> Tensor:
-    return normalize(torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=-1)
+    return normalize(
+        torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64), dim=-1
+    )
 
 
 def build(kind: type[Objective], temperature: float = 0.2) -> Objective:
@@ -282,7 +318,9 @@ def test_a_dimension_that_changes_is_refused_where_embeddings_are_remembered(kin
     keys = momentum_keys(criterion, other, other)
     for mode in (True, False):
         encode = lambda side, ids: other[ids]  # noqa: E731
-        with pytest.raises(DualencError, match=f"{kind.__name__}: left has 4 components, and rem.* 5"):
+        with pytest.raises(
+            DualencError, match=f"{kind.__name__}: left has 4 components, and rem.* 5"
+        ):
             criterion.train(mode)(other, other, IDS.repeat(3), encode=encode, **keys)
 
 
@@ -305,14 +343,17 @@ def test_zeros_which_some_encoders_give_for_an_empty_item_pass(kind: type[Object
         ([True, True, False], [1, 1], "left_counts holds truth values"),
     ],
 )
-def test_counts_that_do_not_fit_are_refused(left: list[float], right: list[float], message: str) -> None:
+def test_counts_that_do_not_fit_are_refused(
+    left: list[float], right: list[float], message: str
+) -> None:
     with pytest.raises(DualencError, match=f"SogCLR: {message}"):
         SogCLR(num_left=3, num_right=2).set_counts(torch.tensor(left), torch.tensor(right))
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_second_derivatives_of_estimators_are_refused(kind: type[Objective]) -> None:
-    """The gradient of an estimator with constant weights is the loss's; the derivative of that gradient is not."""
+    """The gradient of an estimator with constant weights is the loss's; the derivative of that
+    gradient is not."""
     left, right = unit(2, SIZE, 5)
     left.requires_grad_()
     criterion, ids = build(kind, temperature=0.5).double(), torch.arange(SIZE)
@@ -339,7 +380,9 @@ def test_half_precision_leaves_temperatures_and_tables_alone(kind: type[Objectiv
     assert criterion.double().log_temperature.dtype == torch.float64, "more precision is given"
 
 
-@pytest.mark.parametrize("kind", [k for k in CLASSES if not k.needs_encode], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [k for k in CLASSES if not k.needs_encode], ids=lambda kind: kind.__name__
+)
 def test_a_batch_of_one_pair_has_a_finite_gradient(kind: type[Objective]) -> None:
     left, right = EYE[:1].clone().requires_grad_(), EYE[:1]
     criterion = kind(num_left=9)

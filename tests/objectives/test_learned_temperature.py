@@ -1,4 +1,5 @@
-"""Learned temperatures: the mean gradient in log τ of estimators against ExactGlobal's, at frozen embeddings."""
+"""Learned temperatures: the mean gradient in log τ of estimators against ExactGlobal's, at frozen
+embeddings."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def slope(frozen: Frozen, criterion: Objective, num_epochs: int) -> float:
     total = 0.0
     for epoch, order in enumerate(batches(N, B, 2 * num_epochs)):
         for ids in order:
-            (gradient,) = torch.autograd.grad(frozen.loss(criterion, ids), criterion.log_temperature)
+            (gradient,) = torch.autograd.grad(
+                frozen.loss(criterion, ids), criterion.log_temperature
+            )
             if epoch >= num_epochs:
                 total += float(gradient) * B / N / num_epochs
     return total
@@ -66,7 +69,10 @@ def test_a_temperature_at_its_bound_can_rise_again(start: float) -> None:
     ],
 )
 def test_the_gradient_of_the_temperature(
-    kind: type[Objective], arguments: dict[str, Any], at_005: tuple[float, float], at_02: tuple[float, float]
+    kind: type[Objective],
+    arguments: dict[str, Any],
+    at_005: tuple[float, float],
+    at_02: tuple[float, float],
 ) -> None:
     """docs/objectives.md has the ratios to the exact one."""
     frozen = Frozen.make(N)
@@ -78,7 +84,9 @@ def test_the_gradient_of_the_temperature(
 
 
 @pytest.mark.parametrize(("radius", "gamma"), [(0.3, 0.3), (1.0, 0.9)])
-def test_temperatures_of_anchors_end_where_the_robust_loss_is_least(radius: float, gamma: float) -> None:
+def test_temperatures_of_anchors_end_where_the_robust_loss_is_least(
+    radius: float, gamma: float
+) -> None:
     frozen = Frozen.make(N)
     criterion = frozen.build(ISogCLR, radius=radius, gamma=gamma)
     for order in batches(N, B, 150):

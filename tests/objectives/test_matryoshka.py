@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, ExactGlobal, GlobalCache, InfoNCE, Matryoshka, Objective, SogCLR
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    ExactGlobal,
+    GlobalCache,
+    InfoNCE,
+    Matryoshka,
+    Objective,
+    SogCLR,
+)
 from dualenc.objectives.matryoshka import EncodedOnce, prefix
 
 NUM, DIM = 12, 6
@@ -23,7 +32,9 @@ ALL = torch.arange(NUM)
 
 def features() -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return torch.randn(NUM, DIM, generator=draw).double(), torch.randn(NUM, DIM, generator=draw).double()
+    return torch.randn(NUM, DIM, generator=draw).double(), torch.randn(
+        NUM, DIM, generator=draw
+    ).double()
 
 
 def unit() -> tuple[Tensor, Tensor]:
@@ -32,7 +43,8 @@ def unit() -> tuple[Tensor, Tensor]:
 
 
 def losses_and_gradients(criteria: list[tuple[int, Objective]]) -> list[tuple[Tensor, Tensor]]:
-    """Of each step the mean over (length, objective), written out, and the gradient of the features."""
+    """Of each step the mean over (length, objective), written out, and the gradient of the
+    features."""
     found = []
     for step in range(6):
         ids = torch.randperm(NUM, generator=torch.Generator().manual_seed(step))[:5]
@@ -40,10 +52,14 @@ def losses_and_gradients(criteria: list[tuple[int, Objective]]) -> list[tuple[Te
         losses = []
         for dim, criterion in criteria:
 
-            def encode(side: str, ids: Tensor, dim: int = dim, left: Tensor = left, right: Tensor = right) -> Tensor:
+            def encode(
+                side: str, ids: Tensor, dim: int = dim, left: Tensor = left, right: Tensor = right
+            ) -> Tensor:
                 return normalize((left if side == "left" else right)[ids][:, :dim], dim=1)
 
-            losses.append(criterion(encode("left", ids), encode("right", ids), ids, ids, encode).loss)
+            losses.append(
+                criterion(encode("left", ids), encode("right", ids), ids, ids, encode).loss
+            )
         loss = torch.stack(losses).mean()
         found.append((loss.detach(), torch.cat(torch.autograd.grad(loss, [left, right]))))
     return found
@@ -73,7 +89,9 @@ def test_each_length_has_a_memory_of_its_own_which_a_pickle_holds() -> None:
     together(left, right, ALL)
     tables = [criterion.log_u for criterion in together.objectives]
     assert not torch.equal(tables[0], tables[2])
-    assert torch.equal(pickle.loads(pickle.dumps(together))(left, right, ALL).loss, together(left, right, ALL).loss)
+    assert torch.equal(
+        pickle.loads(pickle.dumps(together))(left, right, ALL).loss, together(left, right, ALL).loss
+    )
 
 
 @settings(max_examples=25)
@@ -90,7 +108,9 @@ def test_items_are_encoded_once(asked: list[list[int]]) -> None:
         wanted = torch.tensor(ids, dtype=torch.int64)
         torch.testing.assert_close(once("right", wanted), table[wanted])
     assert len(encoded) == len(asked), "as often as other ranks, be it for nothing"
-    assert sorted(item for ids in encoded for item in ids) == sorted({item for ids in asked for item in ids})
+    assert sorted(item for ids in encoded for item in ids) == sorted(
+        {item for ids in asked for item in ids}
+    )
 
 
 def test_shared_proposals_are_encoded_once_for_all_lengths() -> None:
@@ -102,9 +122,13 @@ def test_shared_proposals_are_encoded_once_for_all_lengths() -> None:
             asked.extend(wanted.tolist())
             return (left if side == "left" else right)[wanted]
 
-        Matryoshka(ISIR(num_left=NUM, proposals=4), lengths).double()(left[ids], right[ids], ids, ids, encode)
+        Matryoshka(ISIR(num_left=NUM, proposals=4), lengths).double()(
+            left[ids], right[ids], ids, ids, encode
+        )
         counts.append(len(asked))
-    assert counts[0] <= counts[1] < 2 * counts[0], "the proposals are shared, the states need not be"
+    assert counts[0] <= counts[1] < 2 * counts[0], (
+        "the proposals are shared, the states need not be"
+    )
 
 
 def test_metrics_of_every_length() -> None:

@@ -1,4 +1,5 @@
-"""NegativeCache: the gradient of one drawn negative per anchor, and a memory that keeps itself fresh."""
+"""NegativeCache: the gradient of one drawn negative per anchor, and a memory that keeps itself
+fresh."""
 
 from __future__ import annotations
 
@@ -10,10 +11,21 @@ from torch import Tensor
 
 from dualenc.objectives import NegativeCache
 from dualenc.objectives.memory import EmbeddingMemory, MemoryDraws
-from tests.objectives.slow import Case, Corpus, Item, gradients, is_hidden, item_anchors, make_case, vector_of
+from tests.objectives.slow import (
+    Case,
+    Corpus,
+    Item,
+    gradients,
+    is_hidden,
+    item_anchors,
+    make_case,
+    vector_of,
+)
 
 
-def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> tuple[Tensor, list[Item | None]]:
+def gradient_and_draws(
+    criterion: NegativeCache, case: Case, corpus: Corpus
+) -> tuple[Tensor, list[Item | None]]:
     """The gradient of a step, and for each anchor the item that was drawn."""
     drawn: list[Item | None] = []
     original = EmbeddingMemory.draw
@@ -32,11 +44,18 @@ def gradient_and_draws(criterion: NegativeCache, case: Case, corpus: Corpus) -> 
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 1000), size=st.integers(1, 6), views=st.booleans(), refresh=st.sampled_from([0.0, 0.2, 1.0]))
+@given(
+    seed=st.integers(0, 1000),
+    size=st.integers(1, 6),
+    views=st.booleans(),
+    refresh=st.sampled_from([0.0, 0.2, 1.0]),
+)
 def test_gradient_pulls_the_positive_and_pushes_the_drawn_negative(
     seed: int, size: int, views: bool, refresh: float
 ) -> None:
-    criterion = NegativeCache(num_left=20, temperature=0.2, views=views, refresh=refresh, seed=seed).double()
+    criterion = NegativeCache(
+        num_left=20, temperature=0.2, views=views, refresh=refresh, seed=seed
+    ).double()
     for step in range(3):
         case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed)
         found, drawn = gradient_and_draws(criterion, case, corpus)
@@ -58,7 +77,9 @@ def test_gradient_pulls_the_positive_and_pushes_the_drawn_negative(
 def test_the_value_of_a_full_memory_is_the_loss_itself(views: bool) -> None:
     corpus = Corpus.make(0)
     ids = [3, 8, 11]
-    out = NegativeCache(num_left=20, refresh=1.0, temperature=0.3, views=views).double()(**corpus.batch(ids))
+    out = NegativeCache(num_left=20, refresh=1.0, temperature=0.3, views=views).double()(
+        **corpus.batch(ids)
+    )
     exact = []
     both = torch.cat([corpus.left, corpus.right])
     for i in ids:

@@ -9,17 +9,30 @@ from torch.nn.functional import cross_entropy, normalize
 
 from dualenc import objectives
 from dualenc.errors import DualencError
-from dualenc.objectives import ExactGlobal, GlobalCache, InfoNCE, ISogCLR, NegativeCache, Objective, SogCLR
+from dualenc.objectives import (
+    ExactGlobal,
+    GlobalCache,
+    InfoNCE,
+    ISogCLR,
+    NegativeCache,
+    Objective,
+    SogCLR,
+)
 
 NUM, DIM, TAU = 12, 6, 0.2
 
 
 def tables() -> tuple[Tensor, Tensor]:
     draws = torch.Generator().manual_seed(3)
-    return tuple(normalize(torch.randn(NUM, DIM, generator=draws, dtype=torch.float64), dim=1) for _ in range(2))
+    return tuple(
+        normalize(torch.randn(NUM, DIM, generator=draws, dtype=torch.float64), dim=1)
+        for _ in range(2)
+    )
 
 
-def loss_and_gradients(criterion: Objective, left: Tensor, right: Tensor, rows: Tensor) -> tuple[float, Tensor]:
+def loss_and_gradients(
+    criterion: Objective, left: Tensor, right: Tensor, rows: Tensor
+) -> tuple[float, Tensor]:
     """Of a batch of pairs (row, row), with respect to both whole tables."""
     left, right = left.clone().requires_grad_(), right.clone().requires_grad_()
 
@@ -33,9 +46,13 @@ def loss_and_gradients(criterion: Objective, left: Tensor, right: Tensor, rows: 
 
 def test_exact_is_cross_entropy_over_the_corpus() -> None:
     (left, right), rows = tables(), torch.tensor([1, 4, 7])
-    found = loss_and_gradients(ExactGlobal(num_left=NUM, temperature=TAU, positive_in_softmax=True), left, right, rows)
+    found = loss_and_gradients(
+        ExactGlobal(num_left=NUM, temperature=TAU, positive_in_softmax=True), left, right, rows
+    )
     left, right = left.requires_grad_(), right.requires_grad_()
-    directions = [cross_entropy(a[rows] @ b.T / TAU, rows) for a, b in ((left, right), (right, left))]
+    directions = [
+        cross_entropy(a[rows] @ b.T / TAU, rows) for a, b in ((left, right), (right, left))
+    ]
     expected = sum(directions) / 2
     expected.backward()
     assert found[0] == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -46,7 +63,9 @@ def test_exact_is_cross_entropy_over_the_corpus() -> None:
     "criterion",
     [
         SogCLR(num_left=NUM, temperature=TAU, gamma=1.0, positive_in_softmax=True),
-        ISogCLR(num_left=NUM, temperature=TAU, gamma=1.0, temperature_rate=0.0, positive_in_softmax=True),
+        ISogCLR(
+            num_left=NUM, temperature=TAU, gamma=1.0, temperature_rate=0.0, positive_in_softmax=True
+        ),
     ],
     ids=lambda criterion: type(criterion).__name__,
 )
@@ -76,8 +95,19 @@ def test_a_pair_pulls_and_pushes_by_its_chance_to_be_missed(kind: type[Objective
 
 
 def test_other_objectives_name_those_that_can() -> None:
-    able = {name for name in objectives.__all__ if getattr(getattr(objectives, name), "estimates_partition", False)}
+    able = {
+        name
+        for name in objectives.__all__
+        if getattr(getattr(objectives, name), "estimates_partition", False)
+    }
     with pytest.raises(DualencError, match="InfoNCE: positive_in_softmax does not apply") as caught:
         InfoNCE(positive_in_softmax=True)
     assert all(name in str(caught.value) for name in able)
-    assert able == {"SogCLR", "ISogCLR", "GlobalCache", "NegativeCache", "ExactGlobal", "FrozenCorpus"}
+    assert able == {
+        "SogCLR",
+        "ISogCLR",
+        "GlobalCache",
+        "NegativeCache",
+        "ExactGlobal",
+        "FrozenCorpus",
+    }

@@ -23,8 +23,12 @@ def corpus_case(views: bool) -> slow.Case:
 def test_saclr_with_the_exact_scale_is_info_nce(views: bool) -> None:
     case = corpus_case(views)
     criterion = SACLR(num_left=12, alpha=0.0, temperature=0.2, views=views)
-    found = gradient(criterion, case)  # a first visit takes the batch's scale, here the exact one of Theorem 1
-    torch.testing.assert_close(found, gradient(InfoNCE(temperature=0.2, views=views), case), rtol=1e-5, atol=1e-7)
+    found = gradient(
+        criterion, case
+    )  # a first visit takes the batch's scale, here the exact one of Theorem 1
+    torch.testing.assert_close(
+        found, gradient(InfoNCE(temperature=0.2, views=views), case), rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("views", [False, True])
@@ -56,7 +60,8 @@ def test_exact_global_counts_an_item_as_often_as_it_is_in_pairs() -> None:
     found = oracle(queries, documents[right_id], torch.arange(6), right_id, encode, **known).loss
     whole_batch = DCL(temperature=0.2)(queries, documents[right_id], torch.arange(6), right_id).loss
     torch.testing.assert_close(found, whole_batch)
-    # The estimators count the same corpus: with the whole of it in the batch, they agree on the value.
+    # The estimators count the same corpus: with the whole of it in the batch, they agree on the
+    # value.
     for given in (known, {}):
         local = SogCLR(gamma=1.0, num_left=6, num_right=4, temperature=0.2).double()
         local.set_counts(torch.ones(6), torch.tensor([2.0, 2.0, 1.0, 1.0]))
@@ -71,5 +76,7 @@ def test_negative_cache_counts_each_item_once() -> None:
         criterion = NegativeCache(num_left=4, refresh=0.0).double()
         criterion.set_counts(counts, counts)
         encode = lambda side, ids: torch.eye(4)[ids]  # noqa: E731
-        values.append(float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=encode).loss))
+        values.append(
+            float(criterion(torch.eye(4), torch.eye(4), torch.arange(4), encode=encode).loss)
+        )
     assert values[0] == values[1]

@@ -1,4 +1,5 @@
-"""The state dict is the whole truth: a run that stops and resumes is the run that never stopped, bit by bit."""
+"""The state dict is the whole truth: a run that stops and resumes is the run that never stopped,
+bit by bit."""
 
 from __future__ import annotations
 
@@ -12,10 +13,21 @@ from torch.nn.functional import normalize
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, InfoNCE, Matryoshka, MomentumQueue, SogCLR
 from dualenc.objectives.draws import SharedRandom
-from tests.objectives.every import EVERY, FIRST, STEPS, WRAPPED, Run, Setting, assert_same_state, momentum_keys
+from tests.objectives.every import (
+    EVERY,
+    FIRST,
+    STEPS,
+    WRAPPED,
+    Run,
+    Setting,
+    assert_same_state,
+    momentum_keys,
+)
 
 FEW = FIRST + WRAPPED
-WITH_TABLES = [s for s in FEW if s.objective.needs_num_left and s.objective.__name__ != "ExactGlobal"]
+WITH_TABLES = [
+    s for s in FEW if s.objective.needs_num_left and s.objective.__name__ != "ExactGlobal"
+]
 
 
 @pytest.mark.slow
@@ -80,7 +92,9 @@ def test_a_state_of_another_size_is_refused_in_one_line(setting: Setting) -> Non
 
 def test_a_state_of_another_objective_is_refused() -> None:
     for kind, saved in ((SogCLR, InfoNCE), (InfoNCE, SogCLR), (MomentumQueue, InfoNCE)):
-        with pytest.raises(DualencError, match=rf"{kind.__name__}: .*key\(s\) in state_dict.* another objective"):
+        with pytest.raises(
+            DualencError, match=rf"{kind.__name__}: .*key\(s\) in state_dict.* another objective"
+        ):
             kind(num_left=9).load_state_dict(saved(num_left=9).state_dict())
     with pytest.raises(DualencError, match=r"size mismatch for queues\.0\.ids"):
         MomentumQueue(queue_size=5).load_state_dict(MomentumQueue(queue_size=6).state_dict())
@@ -94,7 +108,12 @@ def test_draws_are_uniform_within_and_across_numbers() -> None:
     assert kstest(random.uniform(5000, like=LIKE).numpy(), "uniform").pvalue > 0.001
     firsts = torch.stack([SharedRandom(seed).uniform(1, like=LIKE) for seed in range(1000)])
     assert kstest(firsts.flatten().numpy(), "uniform").pvalue > 0.001
-    assert kstest(torch.cat([random.uniform(1, like=LIKE) for _ in range(1000)]).numpy(), "uniform").pvalue > 0.001
+    assert (
+        kstest(
+            torch.cat([random.uniform(1, like=LIKE) for _ in range(1000)]).numpy(), "uniform"
+        ).pvalue
+        > 0.001
+    )
 
 
 def test_draws_continue_from_their_state() -> None:
@@ -105,7 +124,9 @@ def test_draws_continue_from_their_state() -> None:
     device = torch.device("cpu")
     for _ in range(3):
         assert torch.equal(random.uniform(4, like=LIKE), other.uniform(4, like=LIKE.double()))
-        assert torch.equal(random.integers(100, 5, device=device), other.integers(100, 5, device=device))
+        assert torch.equal(
+            random.integers(100, 5, device=device), other.integers(100, 5, device=device)
+        )
         assert torch.equal(random.permutation(6, device), other.permutation(6, device))
 
 

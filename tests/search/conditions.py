@@ -47,10 +47,14 @@ def met_by_pandas(frame: pd.DataFrame, words: list[str]) -> np.ndarray:
         name, sign, text = match.groups()
         column = frame[name]
         if sign in ("=", "!="):
-            values: list[Any] = {"lang": text.split(","), "open": [text == "true"]}.get(name) or [float(text)]
+            values: list[Any] = {"lang": text.split(","), "open": [text == "true"]}.get(name) or [
+                float(text)
+            ]
             equal = column.map(lambda value, values=values: value is not None and value in values)
             met &= (equal if sign == "=" else ~equal) & column.notna()
         else:
             numbers = pd.to_numeric(column)
-            met &= getattr(numbers, {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}[sign])(float(text))
+            met &= getattr(numbers, {"<": "lt", "<=": "le", ">": "gt", ">=": "ge"}[sign])(
+                float(text)
+            )
     return met.to_numpy(dtype=bool)

@@ -18,7 +18,13 @@ def documents() -> list[dict[str, Any]]:
     """60 texts with years, languages, weights and truth values."""
     rows = []
     for i, text in enumerate(toy.texts(60)):
-        row = {"_id": f"d{i}", "text": text, "year": 2000 + i % 7, "lang": LANGUAGES[i % 3], "weight": i / 4}
+        row = {
+            "_id": f"d{i}",
+            "text": text,
+            "year": 2000 + i % 7,
+            "lang": LANGUAGES[i % 3],
+            "weight": i / 4,
+        }
         rows.append(row | {"open": i % 5 == 0})
     return rows
 

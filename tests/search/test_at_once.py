@@ -1,4 +1,5 @@
-"""Two processes at one index: readers keep the generation that they opened, writers exclude one another."""
+"""Two processes at one index: readers keep the generation that they opened, writers exclude one
+another."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import pytest
 
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
-from dualenc.files import locked
-from dualenc.search import Embeddings, Index, refined
-from dualenc.search.change import append, remove
+from dualenc.io.files import locked
+from dualenc.search import Embeddings, Index
+from dualenc.search.index import refined
+from dualenc.search.index.change import append, remove
 from dualenc.search.lexical import Lexical
 from dualenc.search.searcher import Searcher
 from dualenc.search.texts import TextStore
@@ -46,7 +48,8 @@ def check_generation(index: Index) -> None:
 
 @pytest.mark.slow
 def test_whoever_opened_a_generation_keeps_it(tmp_path: Path) -> None:
-    """Nothing is read by its name later: not after an index of the same size took the place, nor after none did."""
+    """Nothing is read by its name later: not after an index of the same size took the place, nor
+    after none did."""
     folder = small(tmp_path)
     before = Index.open(folder)
     remove(folder, ["doc 3"])
@@ -62,8 +65,11 @@ def test_whoever_opened_a_generation_keeps_it(tmp_path: Path) -> None:
         assert list(saved.ids) == list(index.ids)
 
 
-def test_a_reader_between_the_two_renames_of_a_folder_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is replaced at the worst moment: after meta.json was read, before the other files are."""
+def test_a_reader_between_the_two_renames_of_a_folder_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is replaced at the worst moment: after meta.json was read, before the other files
+    are."""
     folder = small(tmp_path)
     verify = refined.open_index
     replaced: list[Path] = []
@@ -74,7 +80,7 @@ def test_a_reader_between_the_two_renames_of_a_folder_waits(tmp_path: Path, monk
             append(folder, Embeddings(["doc 300"], VECTORS[COUNT : COUNT + 1]))
         return verify(path, *rest)
 
-    monkeypatch.setattr("dualenc.search.index.open_index", replace_first)
+    monkeypatch.setattr("dualenc.search.index.open.open_index", replace_first)
     opened = Index.open(folder)
     assert len(opened) == COUNT + 1
     check_generation(opened)
@@ -82,14 +88,23 @@ def test_a_reader_between_the_two_renames_of_a_folder_waits(tmp_path: Path, monk
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, 30 texts, an index with BM25 and texts of the first 25, and the other five."""
+    """A folder with a model, 30 texts, an index with BM25 and texts of the first 25, and the other
+    five."""
     folder = tmp_path_factory.mktemp("at once")
     toy.text_model(folder / "model")
     toy.save_documents(folder / "all.jsonl", 30)
     lines = (folder / "all.jsonl").read_text().splitlines(keepends=True)
     (folder / "first.jsonl").write_text("".join(lines[:25]))
     (folder / "more.jsonl").write_text("".join(lines[25:]))
-    run("index", folder / "model", folder / "first.jsonl", "--out", folder / "index", "--bm25", "--texts")
+    run(
+        "index",
+        folder / "model",
+        folder / "first.jsonl",
+        "--out",
+        folder / "index",
+        "--bm25",
+        "--texts",
+    )
     return folder
 
 
@@ -100,11 +115,15 @@ def same_as_built_anew(folder: Path, texts: dict[str, str]) -> None:
     assert dict(zip(kept.ids, kept.texts)) == texts
     expected = Lexical.build(texts[name] for name in index.ids)
     for word in toy.ANIMALS:
-        assert Lexical.open(folder, index.items_checksum).search(word, 40) == expected.search(word, 40)
+        assert Lexical.open(folder, index.items_checksum).search(word, 40) == expected.search(
+            word, 40
+        )
 
 
 @pytest.mark.slow
-def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(made: Path, tmp_path: Path) -> None:
+def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(
+    made: Path, tmp_path: Path
+) -> None:
     """An open searcher keeps its own words."""
     texts = dict(zip([f"d{i}" for i in range(30)], toy.texts(30)))
     shutil.copytree(made / "index", tmp_path / "index")
@@ -115,7 +134,10 @@ def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(made: Path,
     assert searcher.search(texts["d0"], k=25, hybrid="rrf") == before
     (tmp_path / "gone.txt").write_text("d3\nd27\n")
     run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
-    same_as_built_anew(tmp_path / "index", {name: text for name, text in texts.items() if name not in ("d3", "d27")})
+    same_as_built_anew(
+        tmp_path / "index",
+        {name: text for name, text in texts.items() if name not in ("d3", "d27")},
+    )
     # From a folder of embeddings, which says what it was made of.
     run("embed", made / "model", made / "more.jsonl", "--out", tmp_path / "emb")
     shutil.copytree(made / "index", tmp_path / "other")
@@ -156,5 +178,7 @@ def test_an_output_that_another_writer_holds_is_refused(
     target = tmp_path / ("out.jsonl" if command == "mine" else "out")
     with ThreadPoolExecutor(1) as other, locked(target):
         message = other.submit(failure, capsys, *words[command], "--out", target).result()
-    assert message.startswith(f"another dualenc process is writing {target}; wait for it or choose another ")
+    assert message.startswith(
+        f"another dualenc process is writing {target}; wait for it or choose another "
+    )
     assert not target.exists()

@@ -12,7 +12,7 @@ import pytest
 
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index
-from dualenc.search.change import append, remove
+from dualenc.search.index.change import append, remove
 from tests.search.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
@@ -34,7 +34,8 @@ def more(names: list[str] | None = None, **meta: Any) -> Embeddings:
 
 
 def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
-    """Every item is found by its own vector with all lists visited, under its id and with its snippet, and no other."""
+    """Every item is found by its own vector with all lists visited, under its id and with its
+    snippet, and no other."""
     index = Index.open(folder, verify=True)
     assert set(index.ids) == set(expected)
     assert len(index) == index.faiss.ntotal == index.meta["count"] == len(expected)
@@ -52,11 +53,15 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     for name in (names[0], names[-1]):
         row = int(index.ids.rows([name])[0])  # type: ignore[attr-defined]
         assert index.ids[row] == name
-        assert index.hit(row, 0).snippet == (f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}")
+        assert index.hit(row, 0).snippet == (
+            f"snippet of {name}" if name.startswith("new") else f"text {name[4:]}"
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", ["Flat", "SQ8", "IVF16,Flat", "PCAR16,IVF16,SQ8", "IVF16,SQ8,Refine(SQfp16)"])
+@pytest.mark.parametrize(
+    "factory", ["Flat", "SQ8", "IVF16,Flat", "PCAR16,IVF16,SQ8", "IVF16,SQ8,Refine(SQfp16)"]
+)
 def test_appended_removed_and_appended_again(tmp_path: Path, factory: str) -> None:
     folder = built(tmp_path, factory)
     vectors = clustered(COUNT + MORE)
@@ -80,7 +85,9 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str) -> No
     index = Index.open(folder)
     assert index.hit(int(index.ids.rows(["doc 0"])[0]), 0).snippet == "snippet of doc 0"  # type: ignore[attr-defined]
     assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]
-    assert (search_ids(opened, vectors[:5])[1] == before).all(), "who has the old one open goes on with it"
+    assert (search_ids(opened, vectors[:5])[1] == before).all(), (
+        "who has the old one open goes on with it"
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +99,10 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
     for added, message in [
         (more(["fresh", "doc 5"]), "has an item 'doc 5' already; remove it first"),
         (more(["twice", "twice"]), "'twice' is a duplicate"),
-        (Embeddings(["wide"], np.zeros((1, 17), np.float32)), "has vectors of dimension 16, not 17"),
+        (
+            Embeddings(["wide"], np.zeros((1, 17), np.float32)),
+            "has vectors of dimension 16, not 17",
+        ),
         (more(["other"], model_checksum="b"), "has vectors of model_checksum a, not b"),
         (Embeddings([], np.zeros((0, 16), np.float32)), "there are no vectors"),
         (broken, "the vector of 'nan' is not finite"),
@@ -130,7 +140,9 @@ def test_appends_and_removals_at_once_take_turns(tmp_path: Path) -> None:
     folder = built(tmp_path, "Flat", 300)
     fork = multiprocessing.get_context("fork")
     start = fork.Barrier(5)
-    writers = [fork.Process(target=_append_at_once, args=(folder, number, start)) for number in range(4)]
+    writers = [
+        fork.Process(target=_append_at_once, args=(folder, number, start)) for number in range(4)
+    ]
     for writer in writers:
         writer.start()
     start.wait()

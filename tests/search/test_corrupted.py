@@ -1,4 +1,5 @@
-"""Every file of an index, emptied, cut, pickled or of another type: one line, and nothing is unpickled."""
+"""Every file of an index, emptied, cut, pickled or of another type: one line, and nothing is
+unpickled."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualenc.checksums import checksum
 from dualenc.cli import main
 from dualenc.errors import DualencError
+from dualenc.io.checksums import checksum
 from tests.search.test_migrate import started
 
 
@@ -38,17 +39,40 @@ def saved(array: np.ndarray) -> bytes:
 
 def contents(name: str, original: bytes, evil: Evil) -> Iterator[bytes]:
     """Other contents of a file."""
-    yield from (b"", original[: len(original) // 2], b"\xff\xfe\x00" * 50, b"null", b"[]", b"{}", b"3", b'"x"')
+    yield from (
+        b"",
+        original[: len(original) // 2],
+        b"\xff\xfe\x00" * 50,
+        b"null",
+        b"[]",
+        b"{}",
+        b"3",
+        b'"x"',
+    )
     yield from (pickle.dumps(evil), saved(np.array([evil, 1], object)))
     if name.endswith(".npy"):
-        yield from map(saved, (np.zeros(60), np.zeros((60, 2), np.uint32), np.zeros(3, np.int32), np.array(["a"] * 60)))
+        yield from map(
+            saved,
+            (
+                np.zeros(60),
+                np.zeros((60, 2), np.uint32),
+                np.zeros(3, np.int32),
+                np.array(["a"] * 60),
+            ),
+        )
         yield saved(np.full_like(np.load(io.BytesIO(original)), 2**31 - 1))
     if name.endswith(".json"):
         entries = json.loads(original)
         for key in [key for key in entries if key != "eel"]:
             others: list[Any] = [None, [], {}, "x", -1, 1.5, [[]], {"a": 1}, 10**30]
-            yield from (json.dumps(entries | {key: other}).encode() for other in others if other != entries[key])
-            yield json.dumps({name: entry for name, entry in entries.items() if name != key}).encode()
+            yield from (
+                json.dumps(entries | {key: other}).encode()
+                for other in others
+                if other != entries[key]
+            )
+            yield json.dumps(
+                {name: entry for name, entry in entries.items() if name != key}
+            ).encode()
 
 
 def accept(folder: Path, name: str) -> None:
@@ -70,7 +94,13 @@ FILES = (
     "texts/order.npy",
     "texts/meta.json",
 )
-BM25 = ("data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy", "params.index.json", "vocab.index.json")
+BM25 = (
+    "data.csc.index.npy",
+    "indices.csc.index.npy",
+    "indptr.csc.index.npy",
+    "params.index.json",
+    "vocab.index.json",
+)
 
 
 @pytest.mark.slow
@@ -91,7 +121,11 @@ def test_a_corrupted_file_is_one_line(
         ):
             capsys.readouterr()
             code = main([str(word) for word in words])
-            lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dualenc: ")]
+            lines = [
+                line
+                for line in capsys.readouterr().err.splitlines()
+                if line.startswith("dualenc: ")
+            ]
             assert code in (0, 2), (data[:200], lines)
             assert len(lines) == (code == 2), (data[:200], lines)
     assert not (tmp_path / "executed").exists()
@@ -99,8 +133,15 @@ def test_a_corrupted_file_is_one_line(
 
 def test_a_corrupted_order_of_a_migration_is_one_line(tmp_path: Path) -> None:
     migration = started(tmp_path, "Flat")
-    for data in (b"", pickle.dumps(1), saved(np.array([Evil(tmp_path / "executed")], object)), saved(np.zeros(700))):
+    for data in (
+        b"",
+        pickle.dumps(1),
+        saved(np.array([Evil(tmp_path / "executed")], object)),
+        saved(np.zeros(700)),
+    ):
         (migration.work / "order.npy").write_bytes(data)
-        with pytest.raises(DualencError, match=r"order\.npy: corrupt \(.*\); end the migration: dualenc migrate "):
+        with pytest.raises(
+            DualencError, match=r"order\.npy: corrupt \(.*\); end the migration: dualenc migrate "
+        ):
             migration.stages(np.zeros(0, int))
     assert not (tmp_path / "executed").exists()

@@ -1,4 +1,5 @@
-"""Documents of every source: the vectors that FAISS, numpy and Qdrant have, mapped, and the source untouched."""
+"""Documents of every source: the vectors that FAISS, numpy and Qdrant have, mapped, and the source
+untouched."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dualenc.data.clicks import IndexPairs
+from dualenc.data.readers.clicks import IndexPairs
 from dualenc.errors import DualencError
-from dualenc.search import Embeddings, Index, build, documents
+from dualenc.search import Embeddings, Index, documents
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.embeddings import EmbeddingWriter
-from dualenc.search.engines import push_embeddings
+from dualenc.search.embed.writer import EmbeddingWriter
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.index import build
 from tests.local_qdrant import url_of, use_folders
 from tests.search.clusters import clustered
 
@@ -25,8 +27,15 @@ IDS = [f"d{row}" for row in range(NUM)]
 LOSSLESS = ("Flat", "HNSW8", "IVF16,Flat", "PCAR16,IVF16,Flat")
 
 
-def built(folder: Path, factory: str = "Flat", vectors: np.ndarray | None = None, **options: Any) -> Path:
-    source = Embeddings(IDS, clustered(NUM) if vectors is None else vectors, {"model": "m"}, [f"text {i}" for i in IDS])
+def built(
+    folder: Path, factory: str = "Flat", vectors: np.ndarray | None = None, **options: Any
+) -> Path:
+    source = Embeddings(
+        IDS,
+        clustered(NUM) if vectors is None else vectors,
+        {"model": "m"},
+        [f"text {i}" for i in IDS],
+    )
     Index.build(source, factory=factory, recall_queries=0, folder=folder, **options)
     return folder
 
@@ -45,7 +54,8 @@ def assert_unit_half(opened: Embeddings, vectors: np.ndarray) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "factory", [*LOSSLESS, "SQ8", "PQ8", "OPQ8,IVF16,PQ8", "IVF16,PQ8,Refine(SQfp16)", "IVF16,PQ8x4"]
+    "factory",
+    [*LOSSLESS, "SQ8", "PQ8", "OPQ8,IVF16,PQ8", "IVF16,PQ8,Refine(SQfp16)", "IVF16,PQ8x4"],
 )
 def test_an_index_gives_what_faiss_reconstructs_row_by_row(tmp_path: Path, factory: str) -> None:
     source = built(tmp_path / "index", factory)
@@ -91,7 +101,9 @@ def test_beir_folders_of_vectors(tmp_path: Path) -> None:
     for name in ("folder", "table"):
         (tmp_path / name / "qrels").mkdir(parents=True)
     written(tmp_path / "folder" / "corpus", clustered(20), normalized=True)
-    pd.DataFrame({"_id": IDS[:20], "vector": list(vectors)}).to_parquet(tmp_path / "table" / "corpus.parquet")
+    pd.DataFrame({"_id": IDS[:20], "vector": list(vectors)}).to_parquet(
+        tmp_path / "table" / "corpus.parquet"
+    )
     np.testing.assert_array_equal(open_documents(tmp_path / "folder").vectors[:], clustered(20))
     opened = open_documents(tmp_path / "table", tmp_path / "work")
     assert_unit_half(opened, vectors)
@@ -125,7 +137,9 @@ def test_a_pushed_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, me
     again = open_documents(folder, tmp_path / "work")
     assert again.ids == opened.ids
     assert fingerprint(folder) == before
-    other = push_embeddings(Embeddings(IDS[:40], clustered(40, seed=1)), store, "items", replace=True)[0]
+    other = push_embeddings(
+        Embeddings(IDS[:40], clustered(40, seed=1)), store, "items", replace=True
+    )[0]
     other.close()
     with pytest.raises(DualencError, match="holds other embeddings than"):
         fingerprint(folder)
@@ -146,15 +160,21 @@ def test_a_second_call_reads_what_is_written_of_the_same_source_only(
 
 
 @pytest.mark.parametrize("scales", [(1, 1, 1), (5, 5, 5), (1, 1, 1.009)])
-def test_inner_products_of_equal_lengths_are_cosines(tmp_path: Path, scales: tuple[float, ...]) -> None:
+def test_inner_products_of_equal_lengths_are_cosines(
+    tmp_path: Path, scales: tuple[float, ...]
+) -> None:
     vectors = clustered(NUM) * np.resize(np.float32(scales), NUM)[:, None]
     source = built(tmp_path / "index", vectors=vectors, metric="ip")
     assert_unit_half(open_documents(source, tmp_path / "work"), vectors)
 
 
 def test_inner_products_of_different_lengths_are_refused(tmp_path: Path) -> None:
-    source = built(tmp_path / "index", vectors=clustered(NUM) * np.linspace(1, 1.03, NUM)[:, None], metric="ip")
-    with pytest.raises(DualencError, match=r"by inner product, and lengths are 1 to 1\.03; index the vectors with"):
+    source = built(
+        tmp_path / "index", vectors=clustered(NUM) * np.linspace(1, 1.03, NUM)[:, None], metric="ip"
+    )
+    with pytest.raises(
+        DualencError, match=r"by inner product, and lengths are 1 to 1\.03; index the vectors with"
+    ):
         open_documents(source, tmp_path / "work")
 
 

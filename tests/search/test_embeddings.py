@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.checksums import recorded
-from dualenc.data.items import item_batch, read_batches, write_batches
-from dualenc.data.vector_shards import Embeddings, ShardedVectors, is_embeddings
+from dualenc.data.store.items import item_batch, read_batches, write_batches
+from dualenc.data.store.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DualencError
-from dualenc.search.embeddings import EmbeddingWriter, shard_ranges
+from dualenc.io.checksums import recorded
+from dualenc.search.embed.writer import EmbeddingWriter, shard_ranges
 
 NUM_ITEMS, DIM = 2500, 3
 IDENTITY = {"side": "right", "model_checksum": "abc"}
@@ -40,7 +40,9 @@ def filled(writer: EmbeddingWriter, stored: np.ndarray) -> Embeddings:
 
 
 def write(folder: Path) -> Embeddings:
-    writer = EmbeddingWriter(folder, ids(), DIM, "float32", IDENTITY, {"model": "m"}, snippet="snippet “{}”\n".format)
+    writer = EmbeddingWriter(
+        folder, ids(), DIM, "float32", IDENTITY, {"model": "m"}, snippet="snippet “{}”\n".format
+    )
     return filled(writer, vectors())
 
 
@@ -50,13 +52,20 @@ def test_other_tools_open_the_folder_as_the_docs_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "search.md").read_text()
-    code = page.partition("Other tools open the files as they are:\n\n```python\n")[2].partition("```")[0]
+    code = page.partition("Other tools open the files as they are:\n\n```python\n")[2].partition(
+        "```"
+    )[0]
     block = next(block for block in code.split("\n\n") if f"{tool}." in block)
     monkeypatch.chdir(tmp_path)
     years = pa.table({"year": [2020 + row % 5 for row in range(NUM_ITEMS)]})
     unit = vectors() / np.linalg.norm(vectors(), axis=1, keepdims=True)
     filled(EmbeddingWriter("emb", ids(), DIM, "float32", {}, snippet=str, columns=years), unit)
-    names: dict[str, Any] = {tool: pytest.importorskip(tool), "glob": glob, "pyarrow": pa, "Embeddings": Embeddings}
+    names: dict[str, Any] = {
+        tool: pytest.importorskip(tool),
+        "glob": glob,
+        "pyarrow": pa,
+        "Embeddings": Embeddings,
+    }
     names["vector"] = unit[7]
     exec(block, names)
     if tool == "lancedb":
@@ -67,15 +76,21 @@ def test_other_tools_open_the_folder_as_the_docs_say(
     else:
         assert list(names["items"]["id"]) == ids()
         rows = names["items"]["vector"][:9]
-        np.testing.assert_array_equal(np.array(rows.to_list() if tool == "polars" else rows, np.float32), unit[:9])
+        np.testing.assert_array_equal(
+            np.array(rows.to_list() if tool == "polars" else rows, np.float32), unit[:9]
+        )
 
 
 @pytest.mark.parametrize("rows", [999, 16384])
 def test_record_batches_of_a_folder_and_of_memory_are_equal(tmp_path: Path, rows: int) -> None:
     columns = pa.table({"year": list(range(NUM_ITEMS)), "lang": ["en", None] * (NUM_ITEMS // 2)})
-    writer = EmbeddingWriter(tmp_path / "emb", ids(), DIM, "float16", {}, snippet=str, columns=columns)
+    writer = EmbeddingWriter(
+        tmp_path / "emb", ids(), DIM, "float16", {}, snippet=str, columns=columns
+    )
     stored = filled(writer, vectors())
-    held = Embeddings(ids(), vectors().astype(np.float16), None, list(map(str, range(NUM_ITEMS))), columns)
+    held = Embeddings(
+        ids(), vectors().astype(np.float16), None, list(map(str, range(NUM_ITEMS))), columns
+    )
     batches = list(stored.record_batches(rows))
     assert max(map(len, batches)) <= rows
     assert batches[0].schema.names == ["id", "vector", "text", "year", "lang"]
@@ -91,7 +106,9 @@ def test_opened_embeddings_are_those_that_were_written(tmp_path: Path) -> None:
     assert embeddings.ids == ids()
     assert embeddings.meta["side"] == "right"
     assert embeddings.snippets is not None
-    assert [embeddings.snippets[row] for row in (2499, 0, 1200)] == [f"snippet “{r}”\n" for r in (2499, 0, 1200)]
+    assert [embeddings.snippets[row] for row in (2499, 0, 1200)] == [
+        f"snippet “{r}”\n" for r in (2499, 0, 1200)
+    ]
     np.testing.assert_array_equal(np.asarray(embeddings.vectors), vectors())
     np.testing.assert_array_equal(np.concatenate(list(embeddings.blocks(999))), vectors())
     assert all(not shard.flags.owndata for shard in embeddings.vectors.shards), "views of the file"
@@ -105,7 +122,9 @@ def test_opened_embeddings_are_those_that_were_written(tmp_path: Path) -> None:
     step=st.sampled_from([1, 2, -1]),
     seed=st.integers(0, 99),
 )
-def test_shards_read_as_one_matrix(lengths: list[int], start: int, stop: int, step: int, seed: int) -> None:
+def test_shards_read_as_one_matrix(
+    lengths: list[int], start: int, stop: int, step: int, seed: int
+) -> None:
     matrix = vectors(sum(lengths), 2)
     sharded = ShardedVectors(np.split(matrix, np.cumsum(lengths)[:-1]))
     assert sharded.shape == matrix.shape
@@ -186,8 +205,12 @@ def test_a_meta_that_describes_no_embeddings(tmp_path: Path, change: dict[str, A
         Embeddings.open(tmp_path / "emb")
 
 
-@pytest.mark.parametrize(("bad", "dtype"), [(np.nan, "float32"), (np.inf, "float32"), (1e5, "float16")])
-def test_a_vector_that_is_not_finite_as_stored_is_never_written(tmp_path: Path, bad: float, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("bad", "dtype"), [(np.nan, "float32"), (np.inf, "float32"), (1e5, "float16")]
+)
+def test_a_vector_that_is_not_finite_as_stored_is_never_written(
+    tmp_path: Path, bad: float, dtype: str
+) -> None:
     writer = EmbeddingWriter(tmp_path / "emb", ids(), DIM, dtype, IDENTITY)
     block = vectors()[834:1666]
     block[7, 1] = bad
@@ -202,15 +225,24 @@ class TestContents:
     @staticmethod
     def writer(folder: Path, items: list[str]) -> EmbeddingWriter:
         return EmbeddingWriter(
-            folder, ids(), DIM, "float32", IDENTITY, contents=lambda rows: "".join(items[rows.start : rows.stop])
+            folder,
+            ids(),
+            DIM,
+            "float32",
+            IDENTITY,
+            contents=lambda rows: "".join(items[rows.start : rows.stop]),
         )
 
-    def written(self, folder: Path, items: list[str], skipped: dict[int, str] | None = None) -> list[int]:
+    def written(
+        self, folder: Path, items: list[str], skipped: dict[int, str] | None = None
+    ) -> list[int]:
         """Which shards a run writes."""
         writer = self.writer(folder, items)
         missing = writer.unwritten() or writer.outdated()
         for number in missing:
-            bad = [(row, why) for row, why in (skipped or {}).items() if row in writer.ranges[number]]
+            bad = [
+                (row, why) for row, why in (skipped or {}).items() if row in writer.ranges[number]
+            ]
             rows = [row for row in writer.ranges[number] if row not in dict(bad)]
             writer.write(number, vectors()[rows], bad)
         writer.finish()
@@ -253,7 +285,10 @@ class TestContents:
     ("batch", "message"),
     [
         (item_batch(ids(833), None, None, vectors(833, 5)), "Schema at index 2 was different"),
-        (pa.record_batch({"id": ids(833), "vector": pa.nulls(833, pa.list_(pa.float32(), 3))}), "a vector is missing"),
+        (
+            pa.record_batch({"id": ids(833), "vector": pa.nulls(833, pa.list_(pa.float32(), 3))}),
+            "a vector is missing",
+        ),
     ],
 )
 def test_arrow_files_of_something_else(tmp_path: Path, batch: pa.RecordBatch, message: str) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from dualenc import distributed
 from dualenc.errors import DualencError
-from dualenc.search import exact as subject
-from dualenc.search.exact import exact_search, search_by_torch
+from dualenc.search import exact_search as subject
+from dualenc.search.exact_search import exact_search, search_by_torch
 
 By = Literal["faiss", "torch"]
 EITHER = pytest.mark.parametrize("by", ["faiss", "torch"])
@@ -54,7 +54,9 @@ def test_equals_a_full_sort_with_ties_by_descending_id(
     assert (scores.dtype, columns.dtype) == (np.float32, np.int64)
     for row, query in enumerate(queries):
         similarity = documents @ query
-        expected = sorted(range(len(ids)), key=lambda column: (similarity[column], ids[column]), reverse=True)[:k]
+        expected = sorted(
+            range(len(ids)), key=lambda column: (similarity[column], ids[column]), reverse=True
+        )[:k]
         assert columns[row].tolist() == expected
         assert scores[row].tolist() == similarity[expected].tolist()
 
@@ -89,7 +91,9 @@ def test_processes_share_the_queries_and_get_the_same_bits(by: By, world: int) -
         alone = exact_search(queries, documents, 10)
         patch.setattr(distributed, "gather_objects", lambda own: shares.append(own) or [own])
         for rank in range(world):
-            patch.setattr(distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, world))
+            patch.setattr(
+                distributed, "rank_slice", lambda total, rank=rank: rank_slice(total, rank, world)
+            )
             exact_search(queries, documents, 10)
     for part in (0, 1):
         together = np.concatenate([block[part] for share in shares for block in share])
@@ -125,6 +129,8 @@ def test_settings_of_the_training_around_it_are_kept_and_do_not_count(precision:
         (np.ones((1, 2)), np.array([[1, np.inf]]), {}, "of a document is not finite"),
     ],
 )
-def test_mistakes(by: By, queries: np.ndarray, documents: np.ndarray, options: dict, message: str) -> None:
+def test_mistakes(
+    by: By, queries: np.ndarray, documents: np.ndarray, options: dict, message: str
+) -> None:
     with searching(by), pytest.raises(DualencError, match=message):
         exact_search(queries, documents, **{"k": 1, **options})

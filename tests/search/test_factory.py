@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
 from dualenc.search import Index, choose_factory
-from dualenc.search.build import check_factory, new_index, training_rows
-from dualenc.search.kinds import KINDS, Kind, parse_bytes
-from dualenc.search.refined import bytes_per_vector, split
+from dualenc.search.index.build import check_factory, new_index, training_rows
+from dualenc.search.index.kinds import KINDS, Kind, parse_bytes
+from dualenc.search.index.refined import bytes_per_vector, split
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,9 @@ def test_auto(num_vectors: int, dim: int, factory: str) -> None:
         (10_000_000, 130, "1GiB", 0.95, "IVF8192_HNSW32,PQ26,Refine(SQfp16)"),
     ],
 )
-def test_auto_within_a_budget(num_vectors: int, dim: int, memory: str, target: float, factory: str) -> None:
+def test_auto_within_a_budget(
+    num_vectors: int, dim: int, memory: str, target: float, factory: str
+) -> None:
     assert choose_factory(num_vectors, dim, parse_bytes(memory), target) == factory
 
 
@@ -57,7 +59,9 @@ def test_auto_within_a_budget(num_vectors: int, dim: int, memory: str, target: f
     st.none() | st.integers(2**20, 2**40),
     st.sampled_from([0.5, 0.95, 1.0]),
 )
-def test_auto_makes_an_index_that_can_be_trained(num_vectors: int, dim: int, memory: int | None, target: float) -> None:
+def test_auto_makes_an_index_that_can_be_trained(
+    num_vectors: int, dim: int, memory: int | None, target: float
+) -> None:
     factory = choose_factory(num_vectors, dim, memory, target)
     lists = re.match(r"IVF(\d+)", factory)
     assert lists is None or int(lists[1]) * 39 <= max(num_vectors, 39)
@@ -75,7 +79,13 @@ def test_the_bytes_of_a_kind_are_those_of_faiss(kind: Kind, dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("2GiB", 2**31), ("500MB", 5 * 10**8), ("1.5g", 3 * 2**29), (" 20000000 ", 2 * 10**7), ("1 TiB", 2**40)],
+    [
+        ("2GiB", 2**31),
+        ("500MB", 5 * 10**8),
+        ("1.5g", 3 * 2**29),
+        (" 20000000 ", 2 * 10**7),
+        ("1 TiB", 2**40),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
@@ -102,12 +112,16 @@ PQ4,Refine(HNSW0) Residual0,PQ4
 
 
 @pytest.mark.parametrize(
-    "factory", [*BAD.split(), "", ",", "Flat,Flat", "\x00", "IVF16,Flat\n", "(" * 1000, "Flat," * 5000]
+    "factory",
+    [*BAD.split(), "", ",", "Flat,Flat", "\x00", "IVF16,Flat\n", "(" * 1000, "Flat," * 5000],
 )
 def test_a_bad_string_is_refused_in_a_line_and_never_ends_the_process(factory: str) -> None:
-    """HNSW0 aborts in C++, HNSW1 and PQ4x0 crash, NSG0 hangs: only a process apart may try what is new in this list."""
+    """HNSW0 aborts in C++, HNSW1 and PQ4x0 crash, NSG0 hangs: only a process apart may try what is
+    new in this list."""
     vectors = np.random.default_rng(0).normal(size=(700, 16)).astype(np.float32)
-    with pytest.raises(DualencError, match=r"try auto, Flat|use fewer lists, Flat or auto") as error:
+    with pytest.raises(
+        DualencError, match=r"try auto, Flat|use fewer lists, Flat or auto"
+    ) as error:
         Index.build(vectors, factory=factory)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500

@@ -1,4 +1,5 @@
-"""Recall under filters of Qdrant's own engine and of FAISS indexes, against brute force; regressions are noticed."""
+"""Recall under filters of Qdrant's own engine and of FAISS indexes, against brute force;
+regressions are noticed."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import pytest
 import qdrant_client
 
 from dualenc.cli import main
-from dualenc.search import Embeddings, Index, filter_recall
-from dualenc.search.engines import push_embeddings
-from dualenc.search.filter_recall import ConditionSearch, tune, tune_folder
+from dualenc.search import Embeddings, Index
+from dualenc.search.engines import filter_recall
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.engines.filter_recall import ConditionSearch, tune, tune_folder
 from dualenc.search.where import parse_conditions
 from tests.commands.in_process import failure, run
 from tests.edge_qdrant import EdgeClient
@@ -57,7 +59,9 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
 ) -> None:
     random = np.random.default_rng(1)
     stored = random.normal(size=(NUM, 32)).astype(np.float16)
-    source = Embeddings([str(row) for row in range(NUM)], stored, None, None, pa.table({"share": SHARES}))
+    source = Embeddings(
+        [str(row) for row in range(NUM)], stored, None, None, pa.table({"share": SHARES})
+    )
     queries = random.normal(size=(240, 32)).astype(np.float32)
     filters = ["", below(0.2), below(0.05)]
     for name in ("ours", "late"):
@@ -93,12 +97,19 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
     assert late.meta["settings"] == {"exact": True}, "no graph search suffices"
 
 
-def test_conditions_of_qdrants_engine_are_those_of_pandas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conditions_of_qdrants_engine_are_those_of_pandas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = EdgeClient(tmp_path)
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: server)
     index = push_embeddings(embeddings(), "http://edge", "items")[0]
     # The package makes 1 of True.
-    cases = (["year>=2019"], ["year!=2018", "lang=en,it's"], ["weight=-1.5"], ["weight!=0", "year<2020"])
+    cases = (
+        ["year>=2019"],
+        ["year!=2018", "lang=en,it's"],
+        ["weight=-1.5"],
+        ["weight!=0", "year<2020"],
+    )
     for words in cases:
         expected = {f"id {row} “é”" for row in np.flatnonzero(met_by_pandas(frame(), words))}
         hits = index.search(vectors(1), len(frame()), where=parse_conditions(words, KINDS))[0]
@@ -108,13 +119,18 @@ def test_conditions_of_qdrants_engine_are_those_of_pandas(tmp_path: Path, monkey
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    """An index of vectors around centres whose column `group` says on which side of the space each lies."""
+    """An index of vectors around centres whose column `group` says on which side of the space each
+    lies."""
     stored = clustered(NUM)
     group = np.where(stored[:, 0] > np.quantile(stored[:, 0], 0.8), "right", "left")
     columns = pa.table({"group": group, "share": SHARES})
-    source = Embeddings([str(row) for row in range(NUM)], stored, {"normalized": True}, None, columns)
+    source = Embeddings(
+        [str(row) for row in range(NUM)], stored, {"normalized": True}, None, columns
+    )
     Index.build(source, factory="HNSW16", folder=tmp_path / "index")
-    (tmp_path / "workload.jsonl").write_text('{"filter": ""}\n{"filter": "group=right, share<0.5"}\n')
+    (tmp_path / "workload.jsonl").write_text(
+        '{"filter": ""}\n{"filter": "group=right, share<0.5"}\n'
+    )
     return tmp_path / "index"
 
 
@@ -123,10 +139,17 @@ def test_filters_of_an_index_are_exact_up_to_a_number_of_rows(index: Path) -> No
     queries = clustered(60, seed=1)
     searched = ConditionSearch(Index.open(index))
     right = stored[:, 0] > np.quantile(stored[:, 0], 0.8)
-    for filter, rows in (("group=right", right), ("group=left, share<0.1", ~right & (SHARES < 0.1)), ("", SHARES < 1)):
+    for filter, rows in (
+        ("group=right", right),
+        ("group=left, share<0.1", ~right & (SHARES < 0.1)),
+        ("", SHARES < 1),
+    ):
         best = brute_force(stored, np.flatnonzero(rows), queries)
         for exact in (True, False) if filter else (True,):
-            assert [{hit.id for hit in hits} for hits in searched.search(queries, 10, filter, exact=exact)] == best
+            assert [
+                {hit.id for hit in hits}
+                for hits in searched.search(queries, 10, filter, exact=exact)
+            ] == best
     searched.meta["settings"] = {"exact_rows": 0}
     approximate = [{hit.id for hit in hits} for hits in searched.search(queries, 10, "group=right")]
     best = brute_force(stored, np.flatnonzero(right), queries)
@@ -142,7 +165,9 @@ def test_recall_of_an_index_is_chosen_kept_and_checked(
     run(*words, "--recall", 0.9, "--filters", tmp_path / "workload.jsonl")
     recorded = json.loads((index / "recall.json").read_text())
     assert recorded["low"] >= 0.9
-    assert recorded["settings"] == {"exact_rows": 480}, "30 and 120 do not reach the 400 rows of the filter"
+    assert recorded["settings"] == {"exact_rows": 480}, (
+        "30 and 120 do not reach the 400 rows of the filter"
+    )
     assert Index.open(index, verify=True).meta["settings"] == recorded["settings"]
     run(*words)
     (tmp_path / "gone.txt").write_text("7\n")
@@ -155,9 +180,13 @@ def test_recall_of_an_index_is_chosen_kept_and_checked(
     assert "below 0.9" in capsys.readouterr().err
 
 
-def test_the_measurement_follows_a_change_of_the_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_measurement_follows_a_change_of_the_index(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored = clustered(NUM)
-    source = Embeddings([str(row) for row in range(NUM)], stored, None, None, pa.table({"share": SHARES}))
+    source = Embeddings(
+        [str(row) for row in range(NUM)], stored, None, None, pa.table({"share": SHARES})
+    )
     Index.build(source, factory="IVF16,Flat", folder=tmp_path / "index")
     (tmp_path / "workload.jsonl").write_text('{"filter": "share<0.5"}\n')
     run("evaluate", "engine", tmp_path / "index", "--filters", tmp_path / "workload.jsonl")

@@ -1,4 +1,5 @@
-"""A disk that is full while another library writes to it: which one, in a line, and what was there stays."""
+"""A disk that is full while another library writes to it: which one, in a line, and what was there
+stays."""
 
 from __future__ import annotations
 
@@ -13,18 +14,15 @@ import safetensors.torch
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.files import atomic_path, save_tensors
-from dualenc.search import Index, index
+from dualenc.io.files import atomic_path, save_tensors
+from dualenc.search import Index
+from dualenc.search.index import open as index
 from dualenc.search.lexical import Lexical
-from dualenc.search.maps import LinearMap
+from dualenc.search.migration.maps import LinearMap
 from tests.search.clusters import clustered
 
-FULL = (
-    r"{}: the disk is full \([\d.,]+ of [\d.,]+ MiB are free in .*\); free some space, or name a folder on another disk"
-)
-FAISS = (
-    "Error in write_index at index_write.cpp:499: Error: 'ret == (size)' failed: write error (No space left on device)"
-)
+FULL = r"{}: the disk is full \([\d.,]+ of [\d.,]+ MiB are free in .*\); free some space, or name a folder on another disk"
+FAISS = "Error in write_index at index_write.cpp:499: Error: 'ret == (size)' failed: write error (No space left on device)"
 
 
 @pytest.fixture
@@ -43,7 +41,9 @@ def build(folder: Path, count: int, factory: str = "Flat") -> None:
 
 def build_in_blocks(folder: Path) -> None:
     vectors = clustered(9000)
-    Index.build(vectors, factory="PQ4x4,Refine(Flat)", recall_queries=0, folder=folder, memory=700_000)
+    Index.build(
+        vectors, factory="PQ4x4,Refine(Flat)", recall_queries=0, folder=folder, memory=700_000
+    )
 
 
 def save_words(folder: Path) -> None:
@@ -90,11 +90,20 @@ def test_what_libraries_say_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.M
             build(tmp_path / "index", 60)
     assert len(Index.open(tmp_path / "index")) == 50
     for error in (
-        safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        safetensors.SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
         OSError(122, "Disk quota exceeded"),
     ):
         with pytest.raises(DualencError, match="the disk is full"), atomic_path(tmp_path / "file"):
             raise error
-    for error in (RuntimeError("CUDA error"), OSError("1000 requested and 0 written"), DualencError("no space here")):
-        with pytest.raises(type(error), match=re.escape(str(error))), atomic_path(tmp_path / "file"):
+    for error in (
+        RuntimeError("CUDA error"),
+        OSError("1000 requested and 0 written"),
+        DualencError("no space here"),
+    ):
+        with (
+            pytest.raises(type(error), match=re.escape(str(error))),
+            atomic_path(tmp_path / "file"),
+        ):
             raise error

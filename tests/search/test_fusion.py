@@ -20,7 +20,11 @@ RANKING = st.dictionaries(IDS, SCORES, max_size=12).map(
 def test_reciprocal_ranks(rankings: list[list[tuple[str, float]]]) -> None:
     slow = {}
     for name in {name for ranking in rankings for name, _ in ranking}:
-        ranks = [[other for other, _ in ranking].index(name) + 1 for ranking in rankings if name in dict(ranking)]
+        ranks = [
+            [other for other, _ in ranking].index(name) + 1
+            for ranking in rankings
+            if name in dict(ranking)
+        ]
         slow[name] = sum(1 / (60 + rank) for rank in ranks)
     found = fuse(rankings)
     assert dict(found) == pytest.approx(slow)
@@ -33,11 +37,15 @@ def test_weights_of_reciprocal_ranks() -> None:
     """Cormack, Clarke & Büttcher 2009 have no weights: equal ones give their sum."""
     a, b = [("x", 3.0), ("y", 1.0)], [("y", 9.0)]
     assert dict(fuse([a, b])) == pytest.approx({"x": 1 / 61, "y": 1 / 62 + 1 / 61})
-    assert dict(fuse([a, b], weights=[0.75, 0.25])) == pytest.approx({"x": 1.5 / 61, "y": 1.5 / 62 + 0.5 / 61})
+    assert dict(fuse([a, b], weights=[0.75, 0.25])) == pytest.approx(
+        {"x": 1.5 / 61, "y": 1.5 / 62 + 0.5 / 61}
+    )
 
 
 @given(RANKING, RANKING, st.floats(0.01, 0.99))
-def test_weighted_scores(a: list[tuple[str, float]], b: list[tuple[str, float]], weight: float) -> None:
+def test_weighted_scores(
+    a: list[tuple[str, float]], b: list[tuple[str, float]], weight: float
+) -> None:
     def part(ranking: list[tuple[str, float]], name: str) -> float:
         scores = dict(ranking)
         if name not in scores:
@@ -46,7 +54,9 @@ def test_weighted_scores(a: list[tuple[str, float]], b: list[tuple[str, float]],
         return (scores[name] - min(scores.values())) / width if width > 0 else 1.0
 
     found = dict(fuse([a, b], "weighted", weights=[weight, 1 - weight]))
-    assert found == pytest.approx({n: weight * part(a, n) + (1 - weight) * part(b, n) for n in dict(a) | dict(b)})
+    assert found == pytest.approx(
+        {n: weight * part(a, n) + (1 - weight) * part(b, n) for n in dict(a) | dict(b)}
+    )
 
 
 def test_mistakes() -> None:

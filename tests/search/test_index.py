@@ -12,11 +12,11 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from dualenc.data.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
-from dualenc.search.embeddings import EmbeddingWriter
-from dualenc.search.kinds import KINDS
+from dualenc.search.embed.writer import EmbeddingWriter
+from dualenc.search.index.kinds import KINDS
 from tests.search.clusters import clustered, exact_rows, search_ids
 
 IDS = [f"doc {i}" for i in range(2000)]
@@ -25,7 +25,13 @@ IDS = [f"doc {i}" for i in range(2000)]
 def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
     names = [f"doc {i}" for i in range(len(vectors))]
     writer = EmbeddingWriter(
-        folder, names, vectors.shape[1], "float32", identity, {"model": "models/m"}, snippet="text {}".format
+        folder,
+        names,
+        vectors.shape[1],
+        "float32",
+        identity,
+        {"model": "models/m"},
+        snippet="text {}".format,
     )
     for number in writer.unwritten():
         rows = writer.ranges[number]
@@ -43,7 +49,9 @@ def test_exact_search_with_ids(metric: Any) -> None:
         queries = queries / np.linalg.norm(queries, axis=1, keepdims=True)
     rows = exact_rows(vectors, queries, 5)
     assert ids.tolist() == [[IDS[row] for row in line] for line in rows]
-    np.testing.assert_allclose(scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), rtol=1e-4)
+    np.testing.assert_allclose(
+        scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), rtol=1e-4
+    )
     assert index.meta["factory"] == "Flat"
     assert index.meta["recall_at_10"] == 1.0
     assert index.meta["metric"] == metric
@@ -62,8 +70,10 @@ def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> Non
     np.testing.assert_array_equal(ours.search_rows(queries)[1], raw.search(queries, 10)[1])
 
 
-def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualenc.search.kinds.KINDS", KINDS[2:])
+def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dualenc.search.index.kinds.KINDS", KINDS[2:])
     vectors = clustered(6000, 32)
     ours = Index.build(vectors, target_recall=0.99)
     assert (ours.meta["factory"], ours.meta["trained_on"]) == ("IVF128,Flat", 6000)
@@ -71,7 +81,9 @@ def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(tmp_path: Path, monkey
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
     assert plain.nprobe == ours.meta["search_parameters"]["nprobe"] > 1
     assert ours.meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
-    np.testing.assert_array_equal(plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1])
+    np.testing.assert_array_equal(
+        plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1]
+    )
 
 
 def test_saved_and_opened(tmp_path: Path) -> None:
@@ -130,7 +142,9 @@ def test_a_corrupt_file(folder: Path, damage: str, verify: bool) -> None:
     content = bytearray(path.read_bytes())
     content[99] ^= 1
     path.write_bytes({"truncated": content[:-50], "one byte": content}[damage])
-    with pytest.raises(DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"):
+    with pytest.raises(
+        DualencError, match=r"index\.faiss: (truncated or )?corrupt.*build the index again"
+    ):
         Index.open(folder, verify=verify)
 
 
@@ -139,7 +153,7 @@ def test_a_large_file_is_compared_on_request(folder: Path, monkeypatch: pytest.M
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     others = sum(other.stat().st_size for other in folder.iterdir() if other != path)
-    monkeypatch.setattr("dualenc.checksums.READ_AT_OPENING", others)
+    monkeypatch.setattr("dualenc.io.checksums.READ_AT_OPENING", others)
     assert len(Index.open(folder)) == 200
     with pytest.raises(DualencError, match=r"index\.faiss: corrupt, its checksum"):
         Index.open(folder, verify=True)
@@ -192,13 +206,21 @@ BROKEN = np.where(np.arange(200)[:, None] == 150, np.nan, clustered(200))
 @pytest.mark.parametrize(
     ("vectors", "options", "message"),
     [
-        (clustered(20), {"ids": [*IDS[:9], "doc 3", *IDS[10:20]]}, "'doc 3' is a duplicate, at rows 3 and 9"),
+        (
+            clustered(20),
+            {"ids": [*IDS[:9], "doc 3", *IDS[10:20]]},
+            "'doc 3' is a duplicate, at rows 3 and 9",
+        ),
         (clustered(20), {"ids": IDS[:3]}, "3 ids for 20 vectors"),
         (np.empty((0, 4), np.float32), {}, "no vectors"),
         (BROKEN, {}, "the vector of '150' is not finite"),
         (np.zeros(5), {}, "give numbers as a matrix"),
         (clustered(200), {"factory": "IVF1000,Flat"}, "has 1000 lists for 200 vectors; try auto"),
-        (clustered(200), {"factory": "IVF4,PQ4x8"}, r"cannot be trained on 200 vectors \(Number of"),
+        (
+            clustered(200),
+            {"factory": "IVF4,PQ4x8"},
+            r"cannot be trained on 200 vectors \(Number of",
+        ),
     ],
 )
 def test_what_cannot_be_built(vectors: np.ndarray, options: dict[str, Any], message: str) -> None:
@@ -219,30 +241,50 @@ def test_what_cannot_be_built(vectors: np.ndarray, options: dict[str, Any], mess
         (clustered(1), {"nprobe": 0}, "nprobe is 0; give a number from 1 to"),
     ],
 )
-def test_what_cannot_be_searched(folder: Path, queries: np.ndarray, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_searched(
+    folder: Path, queries: np.ndarray, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(DualencError, match=message):
         Index.open(folder).search_rows(queries, **options)
 
 
 def test_hits_have_id_score_text_and_columns() -> None:
     columns = pa.table({"year": [2000 + row for row in range(20)], "lang": ["en", None] * 10})
-    index = Index.build(Embeddings(IDS[:20], clustered(20), None, [f"text {row}" for row in range(20)], columns))
+    index = Index.build(
+        Embeddings(IDS[:20], clustered(20), None, [f"text {row}" for row in range(20)], columns)
+    )
     scores, ids = search_ids(index, clustered(20)[:2], 3)
     hits = index.search(clustered(20)[:2], 3)
     assert [[hit.id for hit in row] for row in hits] == ids.tolist()
     np.testing.assert_array_equal([[hit.score for hit in row] for row in hits], scores)
     best = hits[1][0]
-    assert (best.id, best.snippet, best.columns) == ("doc 1", "text 1", {"year": 2001}), "missing values are left out"
+    assert (best.id, best.snippet, best.columns) == ("doc 1", "text 1", {"year": 2001}), (
+        "missing values are left out"
+    )
     kept = np.arange(20) % 2 == 0
-    assert {hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, allowed_rows=kept)[0]} == {"en"}
+    assert {
+        hit.columns["lang"] for hit in index.search(clustered(20)[:1], 20, allowed_rows=kept)[0]
+    } == {"en"}
     assert len(index.search(clustered(20)[0], 50)[0]) == 20
 
 
 def test_columns_of_pandas_are_kept_as_the_commands_keep_them(tmp_path: Path) -> None:
-    frame = pd.DataFrame({"day": pd.to_datetime(["2022-02-20", "2022-02-21"]), "kind": pd.Categorical(["a", "b"])})
+    frame = pd.DataFrame(
+        {"day": pd.to_datetime(["2022-02-20", "2022-02-21"]), "kind": pd.Categorical(["a", "b"])}
+    )
     frame["count"] = np.array([1, 2], np.int16)
-    vectors = Embeddings(["x", "y"], np.eye(2, dtype=np.float32), columns=pa.Table.from_pandas(frame))
+    vectors = Embeddings(
+        ["x", "y"], np.eye(2, dtype=np.float32), columns=pa.Table.from_pandas(frame)
+    )
     Index.build(vectors, factory="Flat").save(tmp_path / "index")
     columns = Index.open(tmp_path / "index").columns
-    assert columns.to_pydict() == {"day": ["2022-02-20", "2022-02-21"], "kind": ["a", "b"], "count": [1, 2]}
-    assert [str(column.type) for column in columns.schema] == ["large_string", "large_string", "int64"]
+    assert columns.to_pydict() == {
+        "day": ["2022-02-20", "2022-02-21"],
+        "kind": ["a", "b"],
+        "count": [1, 2],
+    }
+    assert [str(column.type) for column in columns.schema] == [
+        "large_string",
+        "large_string",
+        "int64",
+    ]

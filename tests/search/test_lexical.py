@@ -17,17 +17,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.checksums import recorded
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import bm25_run
+from dualenc.io.checksums import recorded
 from dualenc.search.fusion import fuse
 from dualenc.search.lexical import K1, B, Lexical, split_terms
 from dualenc.search.searcher import Searcher
 from tests.commands import toy
 from tests.commands.in_process import failure, run
 
-TEXTS = st.lists(st.lists(st.sampled_from(toy.ANIMALS), min_size=1, max_size=8).map(" ".join), min_size=1, max_size=12)
+TEXTS = st.lists(
+    st.lists(st.sampled_from(toy.ANIMALS), min_size=1, max_size=8).map(" ".join),
+    min_size=1,
+    max_size=12,
+)
 
 
 def slow_bm25(texts: list[str], query: str) -> np.ndarray:
@@ -45,14 +49,20 @@ def slow_bm25(texts: list[str], query: str) -> np.ndarray:
 
 
 @given(
-    TEXTS, st.lists(st.sampled_from([*toy.ANIMALS, "nowhere"]), min_size=1, max_size=3, unique=True), st.integers(1, 12)
+    TEXTS,
+    st.lists(st.sampled_from([*toy.ANIMALS, "nowhere"]), min_size=1, max_size=3, unique=True),
+    st.integers(1, 12),
 )
 def test_scores_are_those_of_the_formula(texts: list[str], words: list[str], k: int) -> None:
     found = Lexical.build(texts).search(" ".join(words), k)
     slow = slow_bm25(texts, " ".join(words))
     assert len(found) == min(k, int((slow > 0).sum()))
-    np.testing.assert_allclose([score for _, score in found], np.sort(slow)[::-1][: len(found)], rtol=1e-5)
-    np.testing.assert_allclose([slow[row] for row, _ in found], [score for _, score in found], rtol=1e-5)
+    np.testing.assert_allclose(
+        [score for _, score in found], np.sort(slow)[::-1][: len(found)], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        [slow[row] for row, _ in found], [score for _, score in found], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,27 +77,39 @@ def test_scores_are_those_of_the_formula(texts: list[str], words: list[str], k: 
         ("서울에", ["서", "울", "에", "서울", "울에"], ["서울", "울에"]),
         ("ที่ดี5", ["ที่", "ดี", "ที่ดี", "5"], ["ที่ดี", "5"]),
         ("İstanbul I\u0307STANBUL i\u0307stanbul istanbul", ["istanbul"] * 4, None),
-        ("co\u00adoper\u200bation zero\u2060width\ufeff co\u00adop", ["cooperation", "zerowidth", "coop"], None),
+        (
+            "co\u00adoper\u200bation zero\u2060width\ufeff co\u00adop",
+            ["cooperation", "zerowidth", "coop"],
+            None,
+        ),
         ("می\u200cخواهم میخواهم", ["میخواهم"] * 2, None),
         ("ភាសា\u200bខ្មែរ", split_terms("ភាសាខ្មែរ"), split_terms("ភាសាខ្មែរ", is_query=True)),
     ],
 )
-def test_texts_are_split_by_unicode(text: str, document: list[str], query: list[str] | None) -> None:
+def test_texts_are_split_by_unicode(
+    text: str, document: list[str], query: list[str] | None
+) -> None:
     assert split_terms(text) == document
     assert split_terms(text, is_query=True) == (query or document)
 
 
 def test_folders_of_the_version_before_are_searched_by_its_terms(tmp_path: Path) -> None:
-    """They hold what it split, so their queries are split likewise; what is built now has the new terms."""
+    """They hold what it split, so their queries are split likewise; what is built now has the new
+    terms."""
     texts = ["visit İstanbul", "co\u00adoperation", "istanbul"]
     old = [split_terms(text, version=2) for text in texts]
     assert old == [["visit", "i\u0307stanbul"], ["co", "operation"], ["istanbul"]]
-    Lexical.build([" ".join(words) for words in (["visit", "dotted"], ["co", "operation"], ["istanbul"])]).save(
-        tmp_path, "x"
-    )
+    Lexical.build(
+        [" ".join(words) for words in (["visit", "dotted"], ["co", "operation"], ["istanbul"])]
+    ).save(tmp_path, "x")
     vocabulary = tmp_path / "bm25" / "vocab.index.json"
-    vocabulary.write_text(json.dumps(json.loads(vocabulary.read_text().replace("dotted", "i\u0307stanbul"))))
-    files = recorded(tmp_path / "bm25", sorted(p.name for p in (tmp_path / "bm25").iterdir() if p.name != "meta.json"))
+    vocabulary.write_text(
+        json.dumps(json.loads(vocabulary.read_text().replace("dotted", "i\u0307stanbul")))
+    )
+    files = recorded(
+        tmp_path / "bm25",
+        sorted(p.name for p in (tmp_path / "bm25").iterdir() if p.name != "meta.json"),
+    )
     head = {"format": "dualenc bm25", "version": 2, "count": 3, "ids": "x"}
     (tmp_path / "bm25" / "meta.json").write_text(json.dumps(head | files))
     opened = Lexical.open(tmp_path, "x")
@@ -108,7 +130,9 @@ def test_saved_and_opened_it_finds_the_same(made: Path) -> None:
     for query in ("fox", "hen hen cat", "nowhere"):
         corpus = Corpus([f"d{i}" for i in range(60)], texts)
         expected = bm25_run(RetrievalSet(Corpus(["q"], [query]), corpus, {"q": {}}), 60)["q"]
-        assert {f"d{row}": score for row, score in searcher.lexical.search(query, 60)} == pytest.approx(expected)
+        assert {
+            f"d{row}": score for row, score in searcher.lexical.search(query, 60)
+        } == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("how", "weight"), [("rrf", 0.9), ("weighted", 0.3), ("weighted", 1.0)])
@@ -119,11 +143,15 @@ def test_hybrid_search_is_the_fusion_of_both_rankings(made: Path, how: Any, weig
     words = [(f"d{row}", score) for row, score in searcher.lexical.search(query, 60)]
     expected = fuse([dense, words], how, weights=[weight, 1 - weight])[:10]
     hits = searcher.search(query, k=10, hybrid=how, weight=weight)
-    np.testing.assert_allclose([hit.score for hit in hits], [score for _, score in expected], atol=1e-5)
+    np.testing.assert_allclose(
+        [hit.score for hit in hits], [score for _, score in expected], atol=1e-5
+    )
     assert hits[0].snippet == toy.texts(60)[int(hits[0].id[1:])]
 
 
-def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_never_of_other_texts(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "index"
     shutil.copytree(made / "index", folder)
     shutil.rmtree(folder / "texts")
@@ -132,7 +160,9 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
     assert "not the whole texts by which it follows a change; run dualenc index" in message
     shutil.rmtree(folder / "bm25")
     run("index", folder, "--remove", tmp_path / "gone.txt")
-    with pytest.raises(DualencError, match="has no BM25 beside its vectors; run dualenc index INDEX --bm25"):
+    with pytest.raises(
+        DualencError, match="has no BM25 beside its vectors; run dualenc index INDEX --bm25"
+    ):
         Searcher.open(folder, made / "model", hybrid=True)
     shutil.copytree(made / "index" / "bm25", folder / "bm25")
     with pytest.raises(DualencError, match="is of other texts"):
@@ -141,7 +171,9 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
     assert "BM25 over 59 texts" in capsys.readouterr().out
     meta = json.loads((folder / "bm25" / "meta.json").read_text())
     (folder / "bm25" / "meta.json").write_text(json.dumps(meta | {"version": 1}))
-    with pytest.raises(DualencError, match="splits texts into other words than this version; run dualenc index"):
+    with pytest.raises(
+        DualencError, match="splits texts into other words than this version; run dualenc index"
+    ):
         Searcher.open(folder, made / "model")
     (folder / "bm25" / "meta.json").write_text(json.dumps(meta))
     (folder / "bm25" / "data.csc.index.npy").write_bytes(b"broken")
@@ -149,11 +181,17 @@ def test_it_is_never_of_other_texts(made: Path, tmp_path: Path, capsys: pytest.C
         Searcher.open(folder, made / "model")
 
 
-@pytest.mark.parametrize("name", ["bm25/data.csc.index.npy", "bm25/vocab.index.json", "texts/items.arrow"])
+@pytest.mark.parametrize(
+    "name", ["bm25/data.csc.index.npy", "bm25/vocab.index.json", "texts/items.arrow"]
+)
 def test_verifying_reads_texts_and_words(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
-    monkeypatch.setattr("dualenc.checksums.READ_AT_OPENING", 0)
+    monkeypatch.setattr("dualenc.io.checksums.READ_AT_OPENING", 0)
     folder = tmp_path / "index"
     shutil.copytree(made / "index", folder)
     data = bytearray((folder / name).read_bytes())
@@ -170,7 +208,9 @@ def test_mistakes(made: Path, tmp_path: Path) -> None:
     run("index", made / "model", made / "docs.jsonl", "--out", tmp_path / "plain")
     with pytest.raises(DualencError, match="hybrid search needs a text"):
         Searcher.open(tmp_path / "plain").search("fox", hybrid="rrf")
-    with pytest.raises(DualencError, match="the query is vector, and the model of this index takes a text"):
+    with pytest.raises(
+        DualencError, match="the query is vector, and the model of this index takes a text"
+    ):
         Searcher.open(tmp_path / "plain").search(np.ones(32))
 
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save
 
 from dualenc.errors import DualencError
-from dualenc.search import maps
+from dualenc.search.migration import maps
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
@@ -17,7 +17,8 @@ def unit(vectors: np.ndarray) -> np.ndarray:
 
 
 def rotated(count: int, dim: int, new_dim: int, noise: float) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vectors around a common mean, and the same ones turned into another space, with noise."""
+    """Unit vectors around a common mean, and the same ones turned into another space, with
+    noise."""
     random = np.random.default_rng(0)
     x = unit(random.normal(size=(count, dim)) + 0.5)
     rotation = np.linalg.qr(random.normal(size=(max(dim, new_dim),) * 2))[0][:dim, :new_dim]
@@ -28,7 +29,9 @@ def ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> tuple[np.ndarray, np.
     """Weight and bias by the normal equations of centred pairs."""
     x_mean, y_mean = x.mean(axis=0), y.mean(axis=0)
     centred = x - x_mean
-    weight = np.linalg.solve(centred.T @ centred + penalty * np.eye(x.shape[1]), centred.T @ (y - y_mean))
+    weight = np.linalg.solve(
+        centred.T @ centred + penalty * np.eye(x.shape[1]), centred.T @ (y - y_mean)
+    )
     return weight, y_mean - x_mean @ weight
 
 

@@ -1,4 +1,5 @@
-"""A migration's samples, orders, mixed vectors, swapped indexes and intervals, against slow and plain computations."""
+"""A migration's samples, orders, mixed vectors, swapped indexes and intervals, against slow and
+plain computations."""
 
 from __future__ import annotations
 
@@ -9,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualenc.data.vector_shards import ShardedVectors
+from dualenc.data.store.vector_shards import ShardedVectors
 from dualenc.errors import DualencError
-from dualenc.evaluation import migration as measured
-from dualenc.search import Embeddings, Index, change, migrate
+from dualenc.evaluation import migration_measures as measured
+from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
+from dualenc.search.index import change
 from dualenc.search.lexical import Lexical
-from dualenc.search.maps import fit
+from dualenc.search.migration import stages as migrate
+from dualenc.search.migration.maps import fit
 from dualenc.search.texts import TextStore, add_texts
 from tests.fake_towers import corpus
 from tests.search.clusters import clustered, search_ids
@@ -27,7 +30,11 @@ INPUTS = {"texts": "t", "queries": "q"}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def old_vectors() -> np.ndarray:
@@ -41,9 +48,18 @@ def new_vectors() -> np.ndarray:
     return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
 
 
-def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | None = None) -> migrate.Migration:
-    """A migration of an index at the point where documents are embedded: the order is 699, 698, …"""
-    identity = {"side": "right", "model_checksum": "old", "normalized": True, "output": "embedding", "data": "d"}
+def started(
+    folder: Path, factory: str, metric: Any = "cosine", memory: int | None = None
+) -> migrate.Migration:
+    """A migration of an index at the point where documents are embedded: the order is 699, 698,
+    …"""
+    identity = {
+        "side": "right",
+        "model_checksum": "old",
+        "normalized": True,
+        "output": "embedding",
+        "data": "d",
+    }
     embeddings = on_disk(folder / "emb", old_vectors(), **identity)
     Index.build(embeddings, None, factory, metric=metric, memory=memory, folder=folder / "index")
     migration = migrate.Migration(folder / "index", ABOUT, INPUTS)
@@ -53,7 +69,9 @@ def started(folder: Path, factory: str, metric: Any = "cosine", memory: int | No
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
-@pytest.mark.parametrize("factory", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,PQ8x4,Refine(SQfp16)", "a file that refines"])
+@pytest.mark.parametrize(
+    "factory", ["Flat", "HNSW8", "IVF8,Flat", "IVF8,PQ8x4,Refine(SQfp16)", "a file that refines"]
+)
 def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
     tmp_path: Path, factory: str, metric: Any
 ) -> None:
@@ -77,9 +95,13 @@ def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
         assert ((tmp_path / "index" / "refine.faiss").exists()) == (memory is not None)
         expected = mapped.copy()
         expected[COUNT - stop :] = new_vectors()[COUNT - stop :]
-        options = {"nprobe": 8} if "IVF" in factory else {"ef_search": 200} if "HNSW" in factory else {}
+        options = (
+            {"nprobe": 8} if "IVF" in factory else {"ef_search": 200} if "HNSW" in factory else {}
+        )
         results = search_ids(index, expected[::50], 1, **options)[1][:, 0]
-        assert np.mean([name == f"doc {row}" for name, row in zip(results, range(0, COUNT, 50))]) > 0.9
+        assert (
+            np.mean([name == f"doc {row}" for name, row in zip(results, range(0, COUNT, 50))]) > 0.9
+        )
         everything = search_ids(index, expected[:1], COUNT, **options)[1][0]
         if "HNSW" not in factory and "Refine" not in factory:
             assert sorted(everything) == sorted(names)
@@ -125,9 +147,13 @@ def test_another_plan_is_refused_once_documents_are_embedded(tmp_path: Path, nam
     if name == "items":
         change.remove(tmp_path / "index", ["doc 3"])
     (migration.work / "embeddings-20").mkdir()
-    changed = [{key: "another" if key == name else value for key, value in one.items()} for one in (ABOUT, INPUTS)]
+    changed = [
+        {key: "another" if key == name else value for key, value in one.items()}
+        for one in (ABOUT, INPUTS)
+    ]
     with pytest.raises(
-        DualencError, match=r"is under way; resume it with them, or end it: dualenc migrate .* --rollback"
+        DualencError,
+        match=r"is under way; resume it with them, or end it: dualenc migrate .* --rollback",
     ):
         migrate.Migration(tmp_path / "index", *changed)
     migrate.roll_back(tmp_path / "index")
@@ -145,7 +171,9 @@ def test_another_plan_takes_the_place_of_one_that_has_only_measured(tmp_path: Pa
 def test_after_a_finished_migration_another_one_may_follow(tmp_path: Path) -> None:
     migration = started(tmp_path, "Flat")
     documents = open_documents(migration.work / "old", migration.work)
-    migration.swap(documents, [Embeddings([f"doc {row}" for row in range(COUNT)], new_vectors())], COUNT)
+    migration.swap(
+        documents, [Embeddings([f"doc {row}" for row in range(COUNT)], new_vectors())], COUNT
+    )
     assert migrate.is_replaced(tmp_path / "index")
     migrate.remove_work(tmp_path / "index")
     assert not migrate.is_replaced(tmp_path / "index")
@@ -158,16 +186,25 @@ def test_after_a_finished_migration_another_one_may_follow(tmp_path: Path) -> No
 def test_stages_leave_out_the_sample(tmp_path: Path) -> None:
     migration = started(tmp_path, "Flat")
     stages = migration.stages(np.array([698, 0, 500]))
-    assert [(stage.share, stage.stop) for stage in stages] == [(0, 0), (0.05, 35), (0.2, 140), (0.5, 350), (1, 700)]
+    assert [(stage.share, stage.stop) for stage in stages] == [
+        (0, 0),
+        (0.05, 35),
+        (0.2, 140),
+        (0.5, 350),
+        (1, 700),
+    ]
     assert stages[1].rows.tolist() == [699, *range(697, 664, -1)]
-    assert sorted(np.concatenate([stage.rows for stage in stages])) == sorted(set(range(COUNT)) - {698, 0, 500})
+    assert sorted(np.concatenate([stage.rows for stage in stages])) == sorted(
+        set(range(COUNT)) - {698, 0, 500}
+    )
 
 
 def test_order_is_by_hits_then_by_row() -> None:
     # 12 documents on a circle: a query finds all but the two that are farthest away.
     angles = np.linspace(0, 2 * np.pi, 12, endpoint=False)
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
-    # Between 0 and 1 (misses 6 and 7), between 1 and 2 (misses 7 and 8), between 2 and 3 (misses 8 and 9).
+    # Between 0 and 1 (misses 6 and 7), between 1 and 2 (misses 7 and 8), between 2 and 3 (misses 8
+    # and 9).
     queries = np.stack([circle[0] + circle[1], circle[1] + circle[2], circle[2] + circle[3]])
     order = migrate.order_by_hits(Index.build(circle, factory="Flat"), queries)
     assert order.tolist() == [0, 1, 2, 3, 4, 5, 10, 11, 6, 9, 7, 8]
@@ -229,7 +266,11 @@ def test_systems_are_scored_by_hand() -> None:
 def test_shares_that_are_significantly_below_are_not_served() -> None:
     highs = {0.0: -0.01, 0.05: 0.0, 0.2: -0.001, 0.5: 0.2, 1.0: -0.3}
     rows = [
-        {"system": measured.mixed_name(share), "ndcg@10": [0, 0, 0], "ndcg@10 - old": [-1, -1, high]}
+        {
+            "system": measured.mixed_name(share),
+            "ndcg@10": [0, 0, 0],
+            "ndcg@10 - old": [-1, -1, high],
+        }
         for share, high in highs.items()
     ]
     assert measured.served_shares(rows) == [0.05, 0.5, 1.0]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dualenc.data import MinedPairs, PairDataset, VectorPairs
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
-from dualenc.search.exact import exact_search
+from dualenc.search.exact_search import exact_search
 from dualenc.search.mining import Report, Rule, mine_negatives
 
 QUERIES, DOCUMENTS, DIM = 30, 60, 5
@@ -28,13 +28,16 @@ def unit(rows: int, seed: int) -> np.ndarray:
 
 
 def collection(seed: int = 0, per_query: int = 2) -> tuple[Embeddings, Embeddings, PairDataset]:
-    """Texts with vectors; the positives of a query are among its nearest, as of a model that has learned something."""
+    """Texts with vectors; the positives of a query are among its nearest, as of a model that has
+    learned something."""
     queries, documents = unit(QUERIES, seed), unit(DOCUMENTS, seed + 1)
     generator = np.random.default_rng(seed + 2)
     nearest = np.argsort(-(queries @ documents.T), axis=1)[:, :8]
     left = np.repeat(np.arange(QUERIES), per_query)
     right = np.concatenate([generator.choice(row, per_query, replace=False) for row in nearest])
-    pairs = PairDataset([f"query {i}" for i in range(QUERIES)], [f"text {i}" for i in range(DOCUMENTS)], left, right)
+    pairs = PairDataset(
+        [f"query {i}" for i in range(QUERIES)], [f"text {i}" for i in range(DOCUMENTS)], left, right
+    )
     ids = [[str(i) for i in range(n)] for n in (QUERIES, DOCUMENTS)]
     return Embeddings(ids[0], queries), Embeddings(ids[1], documents), pairs
 
@@ -43,9 +46,13 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def run(tmp_path: Path, rule: Rule, *, seed: int = 0, **how: Any) -> tuple[list[dict[str, Any]], Report]:
+def run(
+    tmp_path: Path, rule: Rule, *, seed: int = 0, **how: Any
+) -> tuple[list[dict[str, Any]], Report]:
     queries, documents, pairs = collection(seed)
-    report = mine_negatives(queries, documents, pairs, tmp_path / "mined.jsonl", rule=rule, progress=False, **how)
+    report = mine_negatives(
+        queries, documents, pairs, tmp_path / "mined.jsonl", rule=rule, progress=False, **how
+    )
     return rows_of(tmp_path / "mined.jsonl"), report
 
 
@@ -60,7 +67,9 @@ rules = st.builds(
 
 @pytest.mark.slow
 @given(rule=rules, seed=st.integers(0, 50))
-def test_equals_a_slow_loop(tmp_path_factory: pytest.TempPathFactory, rule: Rule, seed: int) -> None:
+def test_equals_a_slow_loop(
+    tmp_path_factory: pytest.TempPathFactory, rule: Rule, seed: int
+) -> None:
     queries, documents, pairs = collection(seed)
     scores = queries.vectors.astype(np.float64) @ documents.vectors.T.astype(np.float64)
     wanted, false_negatives, passed = {}, 0, 0
@@ -108,7 +117,10 @@ def test_equals_a_slow_loop(tmp_path_factory: pytest.TempPathFactory, rule: Rule
 def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, Rule(relative=None, num_negatives=40, last_rank=40))
     window = {row["query_id"]: row["neg_id"] for row in rows}
-    rules = [Rule(relative=None, num_negatives=5, last_rank=40, pick="random", seed=seed) for seed in (0, 0, 1)]
+    rules = [
+        Rule(relative=None, num_negatives=5, last_rank=40, pick="random", seed=seed)
+        for seed in (0, 0, 1)
+    ]
     drawn = [run(tmp_path, rule)[0] for rule in rules]
     assert drawn[0] == drawn[1]
     assert drawn[0] != drawn[2]
@@ -119,21 +131,35 @@ def test_random_negatives_come_from_the_window_and_differ_by_seed(tmp_path: Path
     assert max(places) > 30, "the best alone would end at 5"
 
 
-def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_once(tmp_path: Path) -> None:
+def test_copies_of_positives_and_of_the_query_are_no_negatives_and_others_stand_once(
+    tmp_path: Path,
+) -> None:
     texts = ["the answer", "the answer", "what is it?", "other", "other", "third"]
-    vectors = np.array([[1, 0], [1, 0], [0.99, 0.14], [0.9, 0.436], [0.9, 0.436], [0.5, 0.866]], np.float32)
-    queries, documents = Embeddings(["0"], vectors[:1]), Embeddings([str(i) for i in range(6)], vectors)
+    vectors = np.array(
+        [[1, 0], [1, 0], [0.99, 0.14], [0.9, 0.436], [0.9, 0.436], [0.5, 0.866]], np.float32
+    )
+    queries, documents = (
+        Embeddings(["0"], vectors[:1]),
+        Embeddings([str(i) for i in range(6)], vectors),
+    )
     pairs = PairDataset(["what is it?"], texts, [0], [0])
-    report = mine_negatives(queries, documents, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None))
+    report = mine_negatives(
+        queries, documents, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None)
+    )
     assert rows_of(tmp_path / "mined.jsonl")[0]["neg"] == ["other", "third"]
     assert (report.known_positives, report.repeated, report.candidates) == (3, 1, 3)
 
 
 @pytest.mark.parametrize("of_vectors", [False, True])
-def test_queries_of_equal_contents_do_not_mine_each_others_positives(tmp_path: Path, of_vectors: bool) -> None:
+def test_queries_of_equal_contents_do_not_mine_each_others_positives(
+    tmp_path: Path, of_vectors: bool
+) -> None:
     queries, documents, pairs = collection()
     queries.vectors[1], queries.vectors[7] = queries.vectors[0], queries.vectors[0]
-    items: Any = ["one text" if i in (0, 1, 7) else f"query {i}" for i in range(QUERIES)], pairs.right_items
+    items: Any = (
+        ["one text" if i in (0, 1, 7) else f"query {i}" for i in range(QUERIES)],
+        pairs.right_items,
+    )
     how: dict[str, Any] = {}
     if of_vectors:
         items = queries.vectors, documents.vectors
@@ -153,7 +179,9 @@ def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path)
     lost = int(pairs.right_id[3])
     kept = [i for i in range(DOCUMENTS) if i != lost]
     fewer = Embeddings([str(i) for i in kept], documents.vectors[kept])
-    report = mine_negatives(queries, fewer, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None), progress=False)
+    report = mine_negatives(
+        queries, fewer, pairs, tmp_path / "mined.jsonl", rule=Rule(relative=None), progress=False
+    )
     rows = rows_of(tmp_path / "mined.jsonl")
     without = {str(q) for q, d in zip(pairs.left_id, pairs.right_id) if d == lost}
     assert report.without_vectors == len(without) > 0
@@ -161,7 +189,9 @@ def test_an_item_without_a_vector_is_neither_asked_for_nor_found(tmp_path: Path)
     assert all(str(lost) not in row["neg_id"] for row in rows)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dualenc.search.mining.QUERIES_PER_BLOCK", 10)
     searched: list[bytes] = []
     is_stopped = True
@@ -197,7 +227,8 @@ def test_unfinished_work_of_other_settings_is_not_taken_over(tmp_path: Path) -> 
 
 def test_rows_are_what_flagembedding_documents_and_mined_pairs_reads(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, Rule(relative=None, num_negatives=3))
-    # FlagEmbedding loads the file so, and wants lists of texts, for distillation with numbers of equal lengths.
+    # FlagEmbedding loads the file so, and wants lists of texts, for distillation with numbers of
+    # equal lengths.
     table = datasets.Dataset.from_json(str(tmp_path / "mined.jsonl"), cache_dir=str(tmp_path))
     for name in ("pos", "neg"):
         assert table.features[name] == datasets.List(datasets.Value("string"))
@@ -208,7 +239,9 @@ def test_rows_are_what_flagembedding_documents_and_mined_pairs_reads(tmp_path: P
 
 
 def check_pairs(pairs: MinedPairs, rows: list[dict[str, Any]]) -> None:
-    wanted = [(row["query"], positive, tuple(row["neg"])) for row in rows for positive in row["pos"]]
+    wanted = [
+        (row["query"], positive, tuple(row["neg"])) for row in rows for positive in row["pos"]
+    ]
     assert [(pair.left, pair.right, pair.negatives) for pair in pairs] == wanted
     assert pairs.skipped == 0
 
@@ -220,7 +253,9 @@ def test_of_vectors_the_rows_name_ids(tmp_path: Path) -> None:
         np.save(file, vectors)
     ids = [str(i) for i in range(20)]
     queries, documents = Embeddings(ids, left), Embeddings(ids, right)
-    mine_negatives(queries, documents, VectorPairs(*files), tmp_path / "m.jsonl", rule=Rule(relative=None))
+    mine_negatives(
+        queries, documents, VectorPairs(*files), tmp_path / "m.jsonl", rule=Rule(relative=None)
+    )
     scores = left @ right.T
     for pair in MinedPairs(tmp_path / "m.jsonl", queries=files[0], documents=files[1]):
         row = int(np.argmax((left == pair.left).all(1)))
@@ -258,6 +293,10 @@ def test_what_cannot_be_mined_is_told(tmp_path: Path) -> None:
         mine_negatives(wrong, documents, pairs, tmp_path / "x.jsonl", progress=False)
     assert not list(tmp_path.iterdir()), "nothing half-written"
     kind: Any = "vector"
-    items = PairDataset(queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind)
+    items = PairDataset(
+        queries.vectors, documents.vectors, [0], [0], left_modality=kind, right_modality=kind
+    )
     with pytest.raises(DualencError, match="sentence-transformers needs texts"):
-        mine_negatives(queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers")
+        mine_negatives(
+            queries, documents, items, tmp_path / "x.jsonl", form="sentence-transformers"
+        )

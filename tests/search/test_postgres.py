@@ -1,4 +1,5 @@
-"""PostgreSQL with pgvector against numpy and pandas: what is pushed, searched, filtered, resumed and refused."""
+"""PostgreSQL with pgvector against numpy and pandas: what is pushed, searched, filtered, resumed
+and refused."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from dualenc.cli import main
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.engines import open_engine, push_embeddings
-from dualenc.search.filter_recall import tune_folder, wilson_interval
-from dualenc.search.postgres import PostgresIndex
+from dualenc.search.engines.factory import open_engine, push_embeddings
+from dualenc.search.engines.filter_recall import tune_folder, wilson_interval
+from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.where import parse_conditions
 from tests.search.conditions import KINDS, conditions, met_by_pandas
 from tests.search.pushed import DIM, NUM, check_results, embeddings, frame, vectors
@@ -43,13 +44,17 @@ def execute(target: str, statement: str, *values: Any) -> list[Any]:
 
 def check_whole(target: str, table: str, source: Embeddings) -> None:
     """Each row is there once, as pgvector's own text shows its vector."""
-    rows = execute(target, f'SELECT id, embedding::text, text, year, weight, lang, open FROM "{table}"')
+    rows = execute(
+        target, f'SELECT id, embedding::text, text, year, weight, lang, open FROM "{table}"'
+    )
     assert len(rows) == len(source)
     columns = [source.columns.column(name).to_pylist() for name in KINDS]  # type: ignore[union-attr]
     stored = {row[0]: row[1:] for row in rows}
     for number, name in enumerate(source.ids):
         vector, text, *values = stored[name]
-        np.testing.assert_array_equal(np.array(json.loads(vector), source.vectors.dtype), source.vectors[number])
+        np.testing.assert_array_equal(
+            np.array(json.loads(vector), source.vectors.dtype), source.vectors[number]
+        )
         assert text == f"snippet {number}"
         assert values == [column[number] for column in columns]
 
@@ -60,8 +65,12 @@ def filled(postgres: str) -> PostgresIndex:
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
-@pytest.mark.parametrize(("dtype", "kind"), [("float16", "hnsw"), ("float32", "ivfflat"), ("float32", "none")])
-def test_rows_and_results_are_those_of_numpy(postgres: str, metric: Any, dtype: str, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float16", "hnsw"), ("float32", "ivfflat"), ("float32", "none")]
+)
+def test_rows_and_results_are_those_of_numpy(
+    postgres: str, metric: Any, dtype: str, kind: Any
+) -> None:
     source = embeddings(dtype, unit=False)
     table = f"docs {metric} {kind}"
     index, sent = push_embeddings(source, postgres, table, metric=metric, index=kind)
@@ -103,7 +112,9 @@ def test_a_filter_is_sql(filled: PostgresIndex) -> None:
         ("writes()", "read-only transaction"),
     ],
 )
-def test_a_filter_is_one_expression_that_only_reads(filled: PostgresIndex, filter: str, message: str) -> None:
+def test_a_filter_is_one_expression_that_only_reads(
+    filled: PostgresIndex, filter: str, message: str
+) -> None:
     body = "DELETE FROM filled; SELECT true"
     target = filled.target
     execute(target, f"CREATE OR REPLACE FUNCTION writes() RETURNS boolean LANGUAGE sql AS '{body}'")
@@ -124,7 +135,9 @@ def test_names_and_ids_are_quoted(postgres: str) -> None:
             assert hits[0].id == hits[0].columns["Order"] == ODD_NAMES[number]
             assert hits[0].snippet == f"{ODD_NAMES[number]}\ufffd"
         one = index.search(
-            vectors(1), 9, where=parse_conditions(['Order="""; DROP TABLE docs; --"'], index.column_kinds)
+            vectors(1),
+            9,
+            where=parse_conditions(['Order="""; DROP TABLE docs; --"'], index.column_kinds),
         )
         assert [hit.id for hit in one[0]] == [ODD_NAMES[1]]
         assert push_embeddings(source, postgres, table)[1] == 0
@@ -147,13 +160,23 @@ def killed_push(target: str, table: str, function: str, call: int) -> None:
     push_embeddings(embeddings(), target, table)
 
 
-POINTS = [("create", 1, 0), ("add", 1, 0), ("add", 4, 36), ("_write_state", 4, 24), ("finish", 1, 120)]
+POINTS = [
+    ("create", 1, 0),
+    ("add", 1, 0),
+    ("add", 4, 36),
+    ("_write_state", 4, 24),
+    ("finish", 1, 120),
+]
 POINTS += [("_write_state", 12, 120)]
-LATER: list[Any] = [pytest.param("add", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)]
+LATER: list[Any] = [
+    pytest.param("add", call, 12 * call - 12, marks=pytest.mark.nightly) for call in (2, 3, 5, 7, 9)
+]
 
 
 @pytest.mark.parametrize(("function", "call", "stored"), POINTS + LATER)
-def test_a_killed_push_resumes_without_loss_or_copies(postgres: str, function: str, call: int, stored: int) -> None:
+def test_a_killed_push_resumes_without_loss_or_copies(
+    postgres: str, function: str, call: int, stored: int
+) -> None:
     table = f"killed {function} {call}"
     child = FORK.Process(target=killed_push, args=(postgres, table, function, call))
     child.start()
@@ -173,14 +196,19 @@ def push_in_small_batches(target: str, results: Any) -> None:
 
 def test_pushes_at_the_same_time_share_the_rows(postgres: str) -> None:
     results = FORK.Queue()
-    children = [FORK.Process(target=push_in_small_batches, args=(postgres, results)) for _ in range(3)]
+    children = [
+        FORK.Process(target=push_in_small_batches, args=(postgres, results)) for _ in range(3)
+    ]
     for child in children:
         child.start()
     assert sum(results.get(timeout=60) for _ in children) == NUM
     for child in children:
         child.join()
     check_whole(postgres, "shared", embeddings())
-    indexes = execute(postgres, "SELECT count(*) FROM pg_indexes WHERE tablename = 'shared' AND indexdef LIKE '%hnsw%'")
+    indexes = execute(
+        postgres,
+        "SELECT count(*) FROM pg_indexes WHERE tablename = 'shared' AND indexdef LIKE '%hnsw%'",
+    )
     assert indexes == [(1,)]
 
 
@@ -223,15 +251,23 @@ def test_a_failing_server_is_one_line_and_loses_nothing(
 def test_tables_of_others_are_refused_and_own_ones_replaced_on_request(postgres: str) -> None:
     push_embeddings(embeddings(), postgres, "mine")
     longer = Embeddings(["a"], np.ones((1, DIM + 1), np.float32))
-    for source, options in ((embeddings(seed=1), {}), (embeddings(), {"metric": "ip"}), (longer, {})):
-        with pytest.raises(DualencError, match="holds other embeddings, or with another metric; push with --replace"):
+    for source, options in (
+        (embeddings(seed=1), {}),
+        (embeddings(), {"metric": "ip"}),
+        (longer, {}),
+    ):
+        with pytest.raises(
+            DualencError,
+            match="holds other embeddings, or with another metric; push with --replace",
+        ):
             push_embeddings(source, postgres, "mine", **options)
     check_whole(postgres, "mine", embeddings())
     assert push_embeddings(embeddings(seed=1), postgres, "mine", replace=True)[1] == NUM
     check_whole(postgres, "mine", embeddings(seed=1))
     push_embeddings(embeddings(seed=1), postgres, "mine", index="ivfflat")
     kinds = execute(
-        postgres, "SELECT indexdef FROM pg_indexes WHERE tablename = 'mine' AND indexdef LIKE '%embedding%'"
+        postgres,
+        "SELECT indexdef FROM pg_indexes WHERE tablename = 'mine' AND indexdef LIKE '%embedding%'",
     )
     assert "ivfflat" in kinds[0][0]
     assert len(kinds) == 1
@@ -242,7 +278,9 @@ def test_tables_of_others_are_refused_and_own_ones_replaced_on_request(postgres:
     assert execute(postgres, "SELECT count(*) FROM theirs") == [(0,)]
 
 
-@pytest.mark.parametrize(("dim", "dtype", "kind"), [(2001, "float32", "hnsw"), (4001, "float16", "none")])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "kind"), [(2001, "float32", "hnsw"), (4001, "float16", "none")]
+)
 def test_long_vectors(postgres: str, dim: int, dtype: str, kind: Any) -> None:
     stored = np.random.default_rng(0).normal(size=(6, dim)).astype(dtype)
     source = Embeddings(list("abcdef"), stored)
@@ -254,7 +292,9 @@ def test_long_vectors(postgres: str, dim: int, dtype: str, kind: Any) -> None:
             push_embeddings(source, postgres, f"long {dim}")
 
 
-def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path, postgres: str) -> None:
+def test_the_folder_holds_no_password_and_is_opened_as_documents(
+    tmp_path: Path, postgres: str
+) -> None:
     push_embeddings(embeddings("float16"), postgres, "kept")
     secret = postgres.replace("me@", "me:s3cret@") + "?sslpassword=s3cret2&application_name=mine"
     index, sent = push_embeddings(embeddings("float16"), secret, "kept")
@@ -277,7 +317,11 @@ def test_the_folder_holds_no_password_and_is_opened_as_documents(tmp_path: Path,
     execute(postgres, "DROP TABLE kept")
     with pytest.raises(DualencError, match="is gone"):
         open_engine(tmp_path / "engine")
-    for target in ("postgresql://me:s3cret@127.0.0.1:9/db", "postgresql://me:s3cret@[/db", "postgresql://a?s3cret"):
+    for target in (
+        "postgresql://me:s3cret@127.0.0.1:9/db",
+        "postgresql://me:s3cret@[/db",
+        "postgresql://a?s3cret",
+    ):
         with pytest.raises(DualencError) as error:
             push_embeddings(embeddings(), target, "docs")
         assert not any(part in str(error.value) for part in ("\n", "s3cret"))
@@ -290,7 +334,9 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
     count = 4000
     stored = random.normal(size=(count, 32)).astype(np.float16)
     shares = random.random(count)
-    source = Embeddings([str(row) for row in range(count)], stored, None, None, pa.table({"share": shares}))
+    source = Embeddings(
+        [str(row) for row in range(count)], stored, None, None, pa.table({"share": shares})
+    )
     index = push_embeddings(source, postgres, "filtered", metric="cosine")[0]
     filters = ["", "share < 0.2", "share < 0.05"]
     queries = random.normal(size=(240, 32)).astype(np.float32)
@@ -320,4 +366,6 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
 def test_the_interval_is_wilsons() -> None:
     for hits, count in ((0, 20), (19, 20), (500, 500), (480, 500)):
         interval = binomtest(hits, count).proportion_ci(0.95, method="wilson")
-        assert wilson_interval(hits / count, count) == pytest.approx((interval.low, interval.high), abs=1e-6)
+        assert wilson_interval(hits / count, count) == pytest.approx(
+            (interval.low, interval.high), abs=1e-6
+        )

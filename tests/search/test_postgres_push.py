@@ -1,4 +1,5 @@
-"""Pushes to PostgreSQL: what is really there, names and URLs as others write them, readers while a push replaces."""
+"""Pushes to PostgreSQL: what is really there, names and URLs as others write them, readers while a
+push replaces."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
 from dualenc.search.documents import open_documents
-from dualenc.search.engines import open_engine, push_embeddings
-from dualenc.search.postgres import PostgresIndex
-from dualenc.search.postgres_url import libpq_url, without_secrets
+from dualenc.search.engines.factory import open_engine, push_embeddings
+from dualenc.search.engines.postgres import PostgresIndex
+from dualenc.search.engines.postgres_url import libpq_url, without_secrets
 from dualenc.search.where import parse_conditions
 from tests.search.pushed import DIM, NUM, embeddings, vectors
 from tests.search.test_postgres import IDS, check_whole, execute
@@ -49,10 +50,15 @@ def tables(target: str, beginning: str) -> list[str]:
         ("DROP INDEX gone_vectors", 0),
     ],
 )
-def test_a_push_sends_what_is_not_there(postgres: str, change: str, missing: int, kind: Any, replace: bool) -> None:
+def test_a_push_sends_what_is_not_there(
+    postgres: str, change: str, missing: int, kind: Any, replace: bool
+) -> None:
     execute(postgres, "DROP TABLE IF EXISTS gone")
     push_embeddings(embeddings(), postgres, "gone", index=kind)
-    name = execute(postgres, "SELECT indexname FROM pg_indexes WHERE indexdef ~ 'hnsw|ivfflat' AND tablename = 'gone'")
+    name = execute(
+        postgres,
+        "SELECT indexname FROM pg_indexes WHERE indexdef ~ 'hnsw|ivfflat' AND tablename = 'gone'",
+    )
     execute(postgres, f'ALTER INDEX "{name[0][0]}" RENAME TO gone_vectors')
     execute(postgres, change.replace("%%", "%"))
     index, sent = push_embeddings(embeddings(), postgres, "gone", index=kind, replace=replace)
@@ -68,7 +74,10 @@ def test_rows_of_others_are_said_and_removed_on_request(
     tmp_path: Path, postgres: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     push_embeddings(embeddings(), postgres, "more")[0].save(tmp_path)
-    execute(postgres, "ALTER TABLE more ALTER embedding DROP NOT NULL; INSERT INTO more (id) VALUES ('theirs')")
+    execute(
+        postgres,
+        "ALTER TABLE more ALTER embedding DROP NOT NULL; INSERT INTO more (id) VALUES ('theirs')",
+    )
     execute(postgres, "DELETE FROM more WHERE id = %s", IDS[3])
     index = open_engine(tmp_path)
     assert len(index.search(vectors(1), NUM)[0]) == NUM - 1
@@ -76,7 +85,9 @@ def test_rows_of_others_are_said_and_removed_on_request(
         index.vectors(["theirs"])
     assert push_embeddings(embeddings(), postgres, "more")[1] == 1
     assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
-    with pytest.raises(DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"):
+    with pytest.raises(
+        DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"
+    ):
         open_documents(tmp_path, tmp_path / "work")
     assert push_embeddings(embeddings(), postgres, "more", replace=True)[1] == 0
     check_whole(postgres, "more", embeddings())
@@ -117,7 +128,9 @@ def test_a_table_in_a_later_schema_of_the_search_path_is_found(postgres: str) ->
     push_embeddings(embeddings(), path, "first")
     query = "SELECT schemaname FROM pg_tables WHERE tablename = 'first'"
     assert execute(postgres, query) == [("earlier",)]
-    with pytest.raises(DualencError, match=r"no schema of the search path exists; write SCHEMA\.docs"):
+    with pytest.raises(
+        DualencError, match=r"no schema of the search path exists; write SCHEMA\.docs"
+    ):
         push_embeddings(embeddings(), f"{postgres}?options=-csearch_path%3Dnone", "docs")
 
 
@@ -133,7 +146,9 @@ def test_the_extension_may_be_in_any_schema(postgres: str, dim: int, kind: Any) 
     index = push_embeddings(source, target, "docs", index=kind)[0]
     assert [hits[0].id for hits in index.search(stored, k=1)] == source.ids
     np.testing.assert_array_equal(index.vectors(source.ids), stored)
-    hits = index.search(stored[:1], 9, "year > 5", parse_conditions(["year!=6"], index.column_kinds))[0]
+    hits = index.search(
+        stored[:1], 9, "year > 5", parse_conditions(["year!=6"], index.column_kinds)
+    )[0]
     assert [hit.id for hit in hits] == ["h"]
     # pgvector is loaded: it refuses a setting that it does not know.
     index.meta["settings"] = {"nonsense": 1}
@@ -144,10 +159,14 @@ def test_the_extension_may_be_in_any_schema(postgres: str, dim: int, kind: Any) 
 
 def test_what_never_resumes_is_not_said_to(postgres: str) -> None:
     source = Embeddings(["a", "b\0\x1b"], np.eye(2, dtype=np.float32))
-    with pytest.raises(DualencError, match=r"id 'b\\x00\\x1b' has a NUL, which PostgreSQL cannot store; rename it"):
+    with pytest.raises(
+        DualencError, match=r"id 'b\\x00\\x1b' has a NUL, which PostgreSQL cannot store; rename it"
+    ):
         push_embeddings(source, postgres, "nul")
     assert tables(postgres, "nul") == []
-    source = Embeddings(["".join(map(chr, np.random.default_rng(0).integers(200, 50000, 3000)))], np.eye(1))
+    source = Embeddings(
+        ["".join(map(chr, np.random.default_rng(0).integers(200, 50000, 3000)))], np.eye(1)
+    )
     with pytest.raises(DualencError, match="index row requires") as error:
         push_embeddings(source, postgres, "long id")
     assert "resumes" not in str(error.value)
@@ -159,7 +178,8 @@ def test_what_never_resumes_is_not_said_to(postgres: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"]
+    "scheme",
+    ["postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"],
 )
 def test_urls_of_sqlalchemy_and_django(postgres: str, tmp_path: Path, scheme: str) -> None:
     target = postgres.replace("postgresql", scheme).replace("me@", "me:p@s:s@")
@@ -175,14 +195,26 @@ def test_urls_of_sqlalchemy_and_django(postgres: str, tmp_path: Path, scheme: st
     ("typed", "read", "shown"),
     [
         ("postgresql://me:p@ss@h:5/db", "postgresql://me:p%40ss@h:5/db", "postgresql://me@h:5/db"),
-        ("postgresql://me@srv:pw@h/db", "postgresql://me%40srv:pw@h/db", "postgresql://me%40srv@h/db"),
-        ("postgres://me:@[::1]:5,b:6/db", "postgresql://me:@[::1]:5,b:6/db", "postgres://me@[::1]:5,b:6/db"),
+        (
+            "postgresql://me@srv:pw@h/db",
+            "postgresql://me%40srv:pw@h/db",
+            "postgresql://me%40srv@h/db",
+        ),
+        (
+            "postgres://me:@[::1]:5,b:6/db",
+            "postgresql://me:@[::1]:5,b:6/db",
+            "postgres://me@[::1]:5,b:6/db",
+        ),
         (
             "postgresql://:pw@/db?host=%2Ftmp&password=x&sslpassword=y&sslmode=disable",
             "postgresql://:pw@/db?host=%2Ftmp&password=x&sslpassword=y&sslmode=disable",
             "postgresql:///db?host=%2Ftmp&sslmode=disable",
         ),
-        ("postgresql://?user=me&dbname=db", "postgresql://?user=me&dbname=db", "postgresql://?user=me&dbname=db"),
+        (
+            "postgresql://?user=me&dbname=db",
+            "postgresql://?user=me&dbname=db",
+            "postgresql://?user=me&dbname=db",
+        ),
     ],
 )
 def test_urls_as_libpq_reads_them_and_without_secrets(typed: str, read: str, shown: str) -> None:
@@ -209,8 +241,14 @@ def test_no_part_of_a_password_is_shown(target: str) -> None:
 
 
 def test_parameters_of_other_drivers_are_named() -> None:
-    with pytest.raises(DualencError, match=r"PostgreSQL does not know: conn_max_age, ssl_require; leave them out"):
-        push_embeddings(embeddings(), "postgres://me@h/db?conn_max_age=600&ssl_require=1&sslmode=require", "docs")
+    with pytest.raises(
+        DualencError, match=r"PostgreSQL does not know: conn_max_age, ssl_require; leave them out"
+    ):
+        push_embeddings(
+            embeddings(),
+            "postgres://me@h/db?conn_max_age=600&ssl_require=1&sslmode=require",
+            "docs",
+        )
 
 
 def test_a_reader_stops_when_other_vectors_are_in_place(tmp_path: Path, postgres: str) -> None:
@@ -225,7 +263,9 @@ def test_a_reader_stops_when_other_vectors_are_in_place(tmp_path: Path, postgres
             lambda stale=stale: stale.vectors(IDS[:1]),
             lambda stale=stale: stale.texts_by_id(),
         ):
-            with pytest.raises(DualencError, match="were replaced or removed since it was opened; open it again"):
+            with pytest.raises(
+                DualencError, match="were replaced or removed since it was opened; open it again"
+            ):
                 read()
     assert new.search(vectors(1, seed=1), 1)[0][0].id == IDS[0]
     execute(postgres, "DROP TABLE swapped")
@@ -250,7 +290,8 @@ def read_all_the_time(folder: Path, opened: Any, done: Any, results: Any) -> Non
                 scores = {hit.id: hit.score for hit in hits}
                 query = vectors(1, seed=3)[0]
                 right = [
-                    len(hits) == NUM and np.allclose([scores[name] for name in IDS], stored @ query, atol=1e-5)
+                    len(hits) == NUM
+                    and np.allclose([scores[name] for name in IDS], stored @ query, atol=1e-5)
                     for stored in expected.values()
                 ]
                 counts["wrong"] += not any(right)
@@ -296,7 +337,13 @@ def replace_and_die(target: str, function: str, call: int) -> None:
 
 @pytest.mark.parametrize(
     ("function", "call", "stored"),
-    [("create", 1, 0), ("add", 4, 36), ("finish", 1, NUM), ("_swap", 1, NUM), ("_write_state", 12, NUM)],
+    [
+        ("create", 1, 0),
+        ("add", 4, 36),
+        ("finish", 1, NUM),
+        ("_swap", 1, NUM),
+        ("_write_state", 12, NUM),
+    ],
 )
 def test_a_killed_replacement_leaves_the_old_table_and_resumes(
     tmp_path: Path, postgres: str, function: str, call: int, stored: int
@@ -335,7 +382,9 @@ def test_what_an_abandoned_replacement_has_left_is_removed_by_the_next(
     assert tables(postgres, "left") == ["left", "left-over"]
 
 
-def test_the_loser_of_two_replacements_says_so(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_two_replacements_says_so(
+    postgres: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push_embeddings(embeddings(), postgres, "contested")
     exclusive = PostgresIndex.exclusive
     calls: list[int] = []
@@ -348,7 +397,9 @@ def test_the_loser_of_two_replacements_says_so(postgres: str, monkeypatch: pytes
 
     monkeypatch.setattr(PostgresIndex, "batch_rows", 50)
     monkeypatch.setattr(PostgresIndex, "exclusive", raced)
-    with pytest.raises(DualencError, match="another process has removed or replaced it; run `dualenc push` again"):
+    with pytest.raises(
+        DualencError, match="another process has removed or replaced it; run `dualenc push` again"
+    ):
         push_embeddings(embeddings(seed=1), postgres, "contested", replace=True)
     check_whole(postgres, "contested", embeddings(seed=2))
     assert tables(postgres, "contested") == ["contested"]
@@ -368,7 +419,9 @@ def replace_often(target: str, seed: int, results: Any) -> None:
 def test_replacements_at_the_same_time_end_whole(postgres: str) -> None:
     push_embeddings(embeddings(), postgres, "fought over")
     results = FORK.Queue()
-    children = [FORK.Process(target=replace_often, args=(postgres, seed, results)) for seed in (1, 2)]
+    children = [
+        FORK.Process(target=replace_often, args=(postgres, seed, results)) for seed in (1, 2)
+    ]
     for child in children:
         child.start()
     said = [line for _ in children for line in results.get(timeout=60)]
@@ -390,7 +443,10 @@ def test_readers_keep_their_rights_and_lost_indexes_are_named(
     )
     with caplog.at_level(logging.WARNING):
         index = push_embeddings(embeddings(seed=1), postgres, "granted", replace=True)[0]
-    assert "the indexes on columns of the replaced table are gone: years; create them again" in caplog.text
+    assert (
+        "the indexes on columns of the replaced table are gone: years; create them again"
+        in caplog.text
+    )
     index.save(tmp_path)
     path = tmp_path / "meta.json"
     path.write_text(path.read_text().replace("//me@", "//Reader@"))
@@ -402,7 +458,8 @@ def test_readers_keep_their_rights_and_lost_indexes_are_named(
 
 
 def test_tables_and_folders_of_an_earlier_version(tmp_path: Path, postgres: str) -> None:
-    """A name with a dot was literal, the comment had three entries, and an unfinished table had the name itself."""
+    """A name with a dot was literal, the comment had three entries, and an unfinished table had the
+    name itself."""
     index = push_embeddings(embeddings(), postgres, '"old.docs"')[0]
     state = {"fingerprint": index.items_checksum, "rows": NUM, "index": "hnsw"}
     execute(postgres, f"COMMENT ON TABLE \"old.docs\" IS 'dualenc {json.dumps(state)}'")
@@ -431,5 +488,7 @@ def test_big_integers_compare_exactly(postgres: str) -> None:
     numbers = [(1 << 53) + row for row in range(8)]
     source = Embeddings(list("abcdefgh"), vectors(8), None, None, pa.table({"ns": numbers}))
     index = push_embeddings(source, postgres, "big")[0]
-    hits = index.search(vectors(1), 8, where=parse_conditions([f"ns>={numbers[5]}"], index.column_kinds))[0]
+    hits = index.search(
+        vectors(1), 8, where=parse_conditions([f"ns>={numbers[5]}"], index.column_kinds)
+    )[0]
     assert {hit.id for hit in hits} == set("fgh")

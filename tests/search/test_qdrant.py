@@ -1,4 +1,5 @@
-"""Qdrant against numpy, by the exact search of its client: what is pushed, found, filtered, resumed and refused."""
+"""Qdrant against numpy, by the exact search of its client: what is pushed, found, filtered, resumed
+and refused."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from qdrant_client import models
 
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
-from dualenc.search.engines import push_embeddings
-from dualenc.search.qdrant import QdrantIndex
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
 from tests.edge_qdrant import EdgeClient
 from tests.local_qdrant import CLIENT, url_of, use_folders
@@ -40,8 +41,12 @@ FILTER = json.dumps(
 )
 
 
-def pushed(folder: Path, source: Embeddings | None = None, **options: Any) -> tuple[QdrantIndex, int]:
-    index, sent = push_embeddings(source or embeddings(), TARGET or url_of(folder / "store"), "items", **options)
+def pushed(
+    folder: Path, source: Embeddings | None = None, **options: Any
+) -> tuple[QdrantIndex, int]:
+    index, sent = push_embeddings(
+        source or embeddings(), TARGET or url_of(folder / "store"), "items", **options
+    )
     index.close()
     return QdrantIndex(index.meta), sent
 
@@ -73,12 +78,16 @@ def test_results_are_those_of_numpy(tmp_path: Path, metric: Any, dtype: str) -> 
 
 def test_a_filter_restricts_the_search(filled: QdrantIndex) -> None:
     rows = frame()
-    met = np.flatnonzero((rows.year >= 2019) & rows.lang.isin(["en", "it's"]) & (rows.open == False))  # noqa: E712
+    met = np.flatnonzero(
+        (rows.year >= 2019) & rows.lang.isin(["en", "it's"]) & (rows.open == False)  # noqa: E712
+    )
     query = vectors(1, seed=100)[0]
     everything = filled.search(query, NUM, FILTER)[0]
     assert sorted(hit.id for hit in everything) == sorted(embeddings().ids[row] for row in met)
     best = met[np.argsort(-(vectors()[met] @ query), kind="stable")][:4]
-    assert [hit.id for hit in filled.search(query, 4, FILTER)[0]] == [embeddings().ids[row] for row in best]
+    assert [hit.id for hit in filled.search(query, 4, FILTER)[0]] == [
+        embeddings().ids[row] for row in best
+    ]
 
 
 @pytest.mark.slow
@@ -102,7 +111,9 @@ def test_a_wrong_filter_is_one_line(filled: QdrantIndex, filter: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"k": 0}, "k is 0"), ({"nprobe": 3}, "nprobe is 3")])
+@pytest.mark.parametrize(
+    ("options", "message"), [({"k": 0}, "k is 0"), ({"nprobe": 3}, "nprobe is 3")]
+)
 def test_wrong_queries(filled: QdrantIndex, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DualencError, match=message):
         filled.search(np.zeros((1, DIM)), **options)
@@ -119,8 +130,8 @@ def test_a_collection_without_points_ends(tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 import pytest
-from dualenc.search.engines import push_embeddings
-from dualenc.search.qdrant import QdrantIndex
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
 from tests.local_qdrant import use_folders
 from tests.search.pushed import embeddings
@@ -139,7 +150,9 @@ push_embeddings(embeddings(), sys.argv[1], "items")
 
 
 @pytest.mark.slow
-def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_push_is_resumed_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = [sys.executable, "-c", KILLED, url_of(tmp_path / "store")]
     assert subprocess.run(words, capture_output=True, check=False).returncode == -9
     monkeypatch.setattr(QdrantIndex, "batch_rows", 30)
@@ -154,7 +167,10 @@ def test_a_killed_push_is_resumed_by_another_process(tmp_path: Path, monkeypatch
 def test_other_embeddings_are_refused_and_replaced_on_request(tmp_path: Path) -> None:
     pushed(tmp_path)[0].close()
     for source, options in ((embeddings(seed=1), {}), (embeddings(), {"metric": "ip"})):
-        with pytest.raises(DualencError, match="holds other embeddings, or with another metric; push with --replace"):
+        with pytest.raises(
+            DualencError,
+            match="holds other embeddings, or with another metric; push with --replace",
+        ):
             pushed(tmp_path, source, **options)
     index, sent = pushed(tmp_path, embeddings(seed=1), replace=True)
     assert sent == NUM
@@ -183,7 +199,9 @@ def test_a_push_notices_that_another_one_has_replaced_its_collection(
 
 def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
     client = CLIENT(path=str(tmp_path / "store"))
-    client.create_collection("items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT))
+    client.create_collection(
+        "items", vectors_config=models.VectorParams(size=DIM, distance=models.Distance.DOT)
+    )
     client.close()
     with pytest.raises(DualencError, match="was not made by `dualenc push`"):
         push_embeddings(embeddings(), url_of(tmp_path / "store"), "items", replace=True)
@@ -199,7 +217,11 @@ def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
         ("http://127.0.0.1:port", "items", "port"),
         ("http://user:word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
         ("http://user:se/word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
-        ("mysql://user:word@127.0.0.1:9", "items", "is not the URL of PostgreSQL or a Qdrant server"),
+        (
+            "mysql://user:word@127.0.0.1:9",
+            "items",
+            "is not the URL of PostgreSQL or a Qdrant server",
+        ),
     ],
 )
 def test_unusable_targets(
@@ -214,6 +236,6 @@ def test_unusable_targets(
 
 def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
-    monkeypatch.delitem(sys.modules, "dualenc.search.qdrant")
+    monkeypatch.delitem(sys.modules, "dualenc.search.engines.qdrant")
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[qdrant\]'"):
         push_embeddings(embeddings(), filled.meta["target"], "items")

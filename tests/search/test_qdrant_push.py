@@ -1,4 +1,5 @@
-"""Pushes to Qdrant: what is really there, readers while a push replaces, integers that are no doubles."""
+"""Pushes to Qdrant: what is really there, readers while a push replaces, integers that are no
+doubles."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from qdrant_client import models
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
 from dualenc.search.documents import open_documents
-from dualenc.search.engines import open_engine, push_embeddings
-from dualenc.search.qdrant import QdrantIndex
+from dualenc.search.engines.factory import open_engine, push_embeddings
+from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import meets, parse_conditions
 from tests.edge_qdrant import EdgeClient
 from tests.local_qdrant import CLIENT, url_of, use_folders
@@ -49,7 +50,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     shared.client.close()
 
 
-def push(source: Embeddings | None = None, name: str = "items", **options: Any) -> tuple[QdrantIndex, int]:
+def push(
+    source: Embeddings | None = None, name: str = "items", **options: Any
+) -> tuple[QdrantIndex, int]:
     return push_embeddings(source or embeddings(), "http://server", name, **options)
 
 
@@ -63,7 +66,9 @@ def found(index: QdrantIndex, seed: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("deleted", [slice(0, 100), slice(50, 60), slice(None)])
-def test_a_push_sends_the_points_that_are_not_there(server: Any, deleted: slice, replace: bool) -> None:
+def test_a_push_sends_the_points_that_are_not_there(
+    server: Any, deleted: slice, replace: bool
+) -> None:
     push()
     points = [point.id for point in server.scroll("items", limit=NUM, with_payload=["id"])[0]]
     names = {point.id: point.payload["id"] for point in server.scroll("items", limit=NUM)[0]}
@@ -84,7 +89,9 @@ def test_points_of_others_are_said_and_removed_on_request(
     assert "7" in {hit.id for hit in index.search(np.ones((1, DIM)), 5)[0]}
     assert push()[1] == 0
     assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
-    with pytest.raises(DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"):
+    with pytest.raises(
+        DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"
+    ):
         open_documents(tmp_path / "engine", tmp_path / "work")
     assert push(replace=True)[1] == 0
     assert server.count("items").count == NUM
@@ -112,15 +119,23 @@ def test_the_old_embeddings_are_found_until_all_new_ones_are_stored(
     index, sent = push(embeddings(seed=1), replace=True)
     assert (sent, len(calls)) == (NUM, 4)
     assert found(index, seed=1) == IDS
-    for read in (lambda: found(reader), lambda: reader.vectors(IDS[:2]), lambda: reader.texts_by_id()):
-        with pytest.raises(DualencError, match="were replaced or removed since it was opened; open it again"):
+    for read in (
+        lambda: found(reader),
+        lambda: reader.vectors(IDS[:2]),
+        lambda: reader.texts_by_id(),
+    ):
+        with pytest.raises(
+            DualencError, match="were replaced or removed since it was opened; open it again"
+        ):
             read()
     with pytest.raises(DualencError, match="is gone, or holds other embeddings"):
         open_engine(tmp_path / "engine")
     assert len(collections(server)) == 1
 
 
-def test_a_collection_of_an_earlier_version_is_filled_and_replaced(tmp_path: Path, server: Any) -> None:
+def test_a_collection_of_an_earlier_version_is_filled_and_replaced(
+    tmp_path: Path, server: Any
+) -> None:
     """It had the name itself, without an alias."""
     index = push(name="new")[0]
     index.save(tmp_path / "engine")
@@ -145,7 +160,9 @@ def test_what_replaced_pushes_have_left_is_removed_and_nothing_else(
     server.update_collection_aliases(
         [
             models.CreateAliasOperation(
-                create_alias=models.CreateAlias(collection_name=collections(server)[0], alias_name="production")
+                create_alias=models.CreateAlias(
+                    collection_name=collections(server)[0], alias_name="production"
+                )
             )
         ]
     )
@@ -162,7 +179,9 @@ def test_what_replaced_pushes_have_left_is_removed_and_nothing_else(
     assert len(collections(server)) == 3
 
 
-def test_the_loser_of_two_replacements_says_so(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loser_of_two_replacements_says_so(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     push()
     monkeypatch.setattr(QdrantIndex, "batch_rows", 50)
     add = QdrantIndex.add
@@ -175,7 +194,9 @@ def test_the_loser_of_two_replacements_says_so(server: Any, monkeypatch: pytest.
         add(index, *batch)
 
     monkeypatch.setattr(QdrantIndex, "add", raced)
-    with pytest.raises(DualencError, match="another process has removed or replaced it; run `dualenc push` again"):
+    with pytest.raises(
+        DualencError, match="another process has removed or replaced it; run `dualenc push` again"
+    ):
         push(embeddings(seed=1), replace=True)
     assert found(push(embeddings(seed=2))[0], seed=2) == IDS
     assert len(collections(server)) == 1
@@ -184,8 +205,8 @@ def test_the_loser_of_two_replacements_says_so(server: Any, monkeypatch: pytest.
 KILLED = """
 import os, sys
 import pytest
-from dualenc.search.engines import push_embeddings
-from dualenc.search.qdrant import QdrantIndex
+from dualenc.search.engines.factory import push_embeddings
+from dualenc.search.engines.qdrant import QdrantIndex
 from tests.local_qdrant import use_folders
 from tests.search.pushed import embeddings
 use_folders(pytest.MonkeyPatch())
@@ -204,7 +225,9 @@ push_embeddings(embeddings(seed=1), sys.argv[1], "items", replace=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("function", "call", "stored"), [("add", 4, 36), ("_swap", 1, NUM), ("_delete_own", 1, NUM)])
+@pytest.mark.parametrize(
+    ("function", "call", "stored"), [("add", 4, 36), ("_swap", 1, NUM), ("_delete_own", 1, NUM)]
+)
 def test_a_killed_replacement_leaves_the_old_points_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int, stored: int
 ) -> None:
@@ -226,8 +249,21 @@ def test_a_killed_replacement_leaves_the_old_points_and_resumes(
     index.close()
 
 
-BIG = [*((1 << 53) + row for row in range(-3, 4)), *(1_700_000_000_000_000_000 + row for row in range(6))]
-BIG += [(1 << 63) - 1, (1 << 63) - 2, -(1 << 63), -(1 << 63) + 1, 1 << 60, (1 << 60) - 1, (1 << 60) + 1, 0, None]
+BIG = [
+    *((1 << 53) + row for row in range(-3, 4)),
+    *(1_700_000_000_000_000_000 + row for row in range(6)),
+]
+BIG += [
+    (1 << 63) - 1,
+    (1 << 63) - 2,
+    -(1 << 63),
+    -(1 << 63) + 1,
+    1 << 60,
+    (1 << 60) - 1,
+    (1 << 60) + 1,
+    0,
+    None,
+]
 ORDERED = [value for value in BIG if value not in (None, -(1 << 63))]
 WORDS = [f"ns{sign}{value}" for sign in ("<", "<=", ">", ">=", "=", "!=") for value in ORDERED]
 
@@ -238,7 +274,9 @@ def test_integers_beyond_the_doubles_compare_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     (tmp_path / "server").mkdir()
-    client: Any = EdgeClient(tmp_path / "server") if kind == "engine" else SharedClient(tmp_path / "server")
+    client: Any = (
+        EdgeClient(tmp_path / "server") if kind == "engine" else SharedClient(tmp_path / "server")
+    )
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
     table = pa.table({"ns": pa.array(BIG, pa.int64())})
     ids = [f"i{row}" for row in range(len(BIG))]
@@ -246,7 +284,9 @@ def test_integers_beyond_the_doubles_compare_exactly(
     for word in WORDS:
         conditions = parse_conditions([word], index.column_kinds)
         expected = {name for name, met in zip(ids, meets(conditions, table)) if met}
-        assert {hit.id for hit in index.search(vectors(1), len(BIG), where=conditions)[0]} == expected, word
+        assert {
+            hit.id for hit in index.search(vectors(1), len(BIG), where=conditions)[0]
+        } == expected, word
 
 
 def test_a_filter_that_the_client_would_round_is_refused(server: Any) -> None:
@@ -255,7 +295,9 @@ def test_a_filter_that_the_client_would_round_is_refused(server: Any) -> None:
         '{"must": [{"key": "year", "range": {"gte": 1700000000000000001}}]}',
         '{"must_not": {"should": [{"key": "year", "range": {"lt": -1700000000000000001}}]}}',
     ):
-        with pytest.raises(DualencError, match="Qdrant rounds numbers beyond 2\\^53; write --where for that"):
+        with pytest.raises(
+            DualencError, match="Qdrant rounds numbers beyond 2\\^53; write --where for that"
+        ):
             index.search(vectors(1), 3, filter)
     fine = '{"must": [{"key": "year", "range": {"gte": 9007199254740992}}]}'
     assert index.search(vectors(1), 3, fine) == [[]]

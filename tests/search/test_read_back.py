@@ -1,4 +1,5 @@
-"""Vectors read back from every kind of FAISS index rank as its own searches do, or are refused; nothing crashes."""
+"""Vectors read back from every kind of FAISS index rank as its own searches do, or are refused;
+nothing crashes."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ REFUSED = """
 PCAW16,Flat ITQ16,Flat RR40,Flat OPQ8_40,PQ8 IVF8,FlatDedup PQ8x4fs_64 IVF8,PQ8x4fs_64
 RaBitQ RaBitQ4 RaBitQfs RaBitQfs4 IVF8,RaBitQ IVF8,RaBitQ4 IVF8,RaBitQfs PCA16,RaBitQ
 """
-UNFIT = "PQ8,Refine(PQ16x4fs) PQ8,Refine(IVF8,Flat) PQ8,Refine(NSG16) ZnLattice2x4_2 LSH HNSW16,RaBitQ"
+UNFIT = (
+    "PQ8,Refine(PQ16x4fs) PQ8,Refine(IVF8,Flat) PQ8,Refine(NSG16) ZnLattice2x4_2 LSH HNSW16,RaBitQ"
+)
 
 
 def built(folder: Path, factory: str, **options: Any) -> Path:
@@ -42,7 +45,8 @@ def built(folder: Path, factory: str, **options: Any) -> Path:
 
 
 def agreement(folder: Path) -> float:
-    """The share of the best ten of a search that the vectors read back rank among their best ten."""
+    """The share of the best ten of a search that the vectors read back rank among their best
+    ten."""
     options = {"nprobe": 8} if "IVF8" in str(Index.open(folder).meta["factory"]) else {}
     vectors = np.asarray(open_documents(folder, folder.with_suffix(".work")).vectors[:], np.float32)
     scores = QUERIES @ vectors.T
@@ -71,9 +75,14 @@ def test_every_kind_agrees_with_its_searches_or_is_refused(tmp_path: Path) -> No
     results = dict(line.split("\t") for line in done.stdout.splitlines())
     for factory in AGREE.split():
         # Short codes choose the candidates of a refined index.
-        assert float(results[factory]) >= (0.5 if factory.endswith((",RFlat", ")")) else 0.97), factory
+        assert float(results[factory]) >= (0.5 if factory.endswith((",RFlat", ")")) else 0.97), (
+            factory
+        )
     for factory in REFUSED.split():
-        assert "gives no vectors back" in results[factory] or "gives back other vectors" in results[factory], factory
+        assert (
+            "gives no vectors back" in results[factory]
+            or "gives back other vectors" in results[factory]
+        ), factory
     for factory in UNFIT.split():
         assert results[factory].startswith(f"factory '{factory}' "), factory
 
@@ -88,12 +97,17 @@ def test_an_index_whose_pca_subtracts_the_mean_is_refused(tmp_path: Path) -> Non
     ours = Index.build(vectors, factory="PCA24,Flat", recall_queries=0, folder=tmp_path / "index")
     Index(index, ours.ids, ours.meta).save(tmp_path / "old")
     assert len(open_documents(tmp_path / "index", tmp_path / "work").vectors) == NUM
-    with pytest.raises(DualencError, match=r"searches .scores differ by .*; build the index again, or embed the doc"):
+    with pytest.raises(
+        DualencError,
+        match=r"searches .scores differ by .*; build the index again, or embed the doc",
+    ):
         open_documents(tmp_path / "old", tmp_path / "work")
 
 
 def test_few_and_equal_vectors_pass(tmp_path: Path) -> None:
-    for number, vectors in enumerate((VECTORS[:1], VECTORS[:2], VECTORS[:3], np.repeat(VECTORS[:1], 300, axis=0))):
+    for number, vectors in enumerate(
+        (VECTORS[:1], VECTORS[:2], VECTORS[:3], np.repeat(VECTORS[:1], 300, axis=0))
+    ):
         folder = tmp_path / str(number)
         Index.build(vectors, factory="SQfp16", recall_queries=0, folder=folder)
         assert len(open_documents(folder, folder / "work").vectors) == len(vectors)
@@ -108,5 +122,8 @@ def test_an_index_that_faiss_searches_by_distance_gives_inner_products(factory: 
     np.testing.assert_allclose(scores, np.einsum("qd,qkd->qk", queries, vectors), atol=1e-5)
     assert (np.diff(scores, axis=1) <= 0).all()
     assert index.search_rows(queries, NUM + 5)[1][0, -1] == -1
-    with pytest.raises(DualencError, match="is searched by distance, not by inner product; use --metric cosine; try"):
+    with pytest.raises(
+        DualencError,
+        match="is searched by distance, not by inner product; use --metric cosine; try",
+    ):
         Index.build(VECTORS, factory=factory, recall_queries=0, metric="ip")

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data.vector_shards import Embeddings
-from dualenc.search import build
-from dualenc.search.build import Database, exact_probe, parameter_values, recall, set_parameter, tune
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.search.index import build
+from dualenc.search.index.build import (
+    Database,
+    exact_probe,
+    parameter_values,
+    recall,
+    set_parameter,
+    tune,
+)
 from tests.search.clusters import clustered, exact_rows
 
 
@@ -34,9 +41,12 @@ def filled(vectors: np.ndarray, factory: str) -> faiss.Index:
 
 
 def by_sets(index: faiss.Index, vectors: np.ndarray, rows: np.ndarray) -> float:
-    """Mean share of the 10 exact neighbours of database rows that the index returns, a row not its own neighbour."""
+    """Mean share of the 10 exact neighbours of database rows that the index returns, a row not its
+    own neighbour."""
     shares = []
-    for row, found, exact in zip(rows, index.search(vectors[rows], 11)[1], exact_rows(vectors, vectors[rows], 11)):
+    for row, found, exact in zip(
+        rows, index.search(vectors[rows], 11)[1], exact_rows(vectors, vectors[rows], 11)
+    ):
         parts = [[other for other in each if other != row][:10] for each in (found, exact)]
         shares.append(len(set(parts[0]) & set(parts[1])) / 10)
     return float(np.mean(shares))
@@ -48,7 +58,9 @@ def test_recall_is_the_overlap_with_the_exact_neighbours(factory: str) -> None:
     vectors = clustered(2000)
     index, rows = filled(vectors, factory), np.arange(0, 2000, 20)
     probe = probe_of(vectors, rows)
-    assert recall(index, database(vectors), probe) == pytest.approx(by_sets(index, vectors, rows), abs=2e-3)
+    assert recall(index, database(vectors), probe) == pytest.approx(
+        by_sets(index, vectors, rows), abs=2e-3
+    )
 
 
 def test_queries_from_elsewhere() -> None:
@@ -74,7 +86,12 @@ def test_an_exact_index_has_recall_one_even_with_duplicates(num_vectors: int, re
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [("IVF64_HNSW8,SQ8", "nprobe"), ("PCA8,HNSW8", "efSearch"), ("HNSW8,SQ8,RFlat", "efSearch"), ("PQ4x4", None)],
+    [
+        ("IVF64_HNSW8,SQ8", "nprobe"),
+        ("PCA8,HNSW8", "efSearch"),
+        ("HNSW8,SQ8,RFlat", "efSearch"),
+        ("PQ4x4", None),
+    ],
 )
 def test_the_parameter_that_buys_recall(factory: str, name: str | None) -> None:
     index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
@@ -108,7 +125,8 @@ def test_tuning_reads_more_candidates_of_a_refined_index() -> None:
 
 
 def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The neighbours may lie in lists that the next doubling of nprobe reaches, or the one after it."""
+    """The neighbours may lie in lists that the next doubling of nprobe reaches, or the one after
+    it."""
     vectors = clustered(2000)
     index, rows = filled(vectors, "IVF32,Flat"), np.arange(0, 2000, 40)
     probe = probe_of(vectors, rows)
@@ -116,4 +134,6 @@ def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(build, "recall", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
     assert tune(index, database(vectors), probe, target=0.95) == {"nprobe": 16}
     at.update({8: 0.501, 16: 0.501})
-    assert tune(index, database(vectors), probe, target=0.95)["nprobe"] <= 2, "an eightfold value gains nothing"
+    assert tune(index, database(vectors), probe, target=0.95)["nprobe"] <= 2, (
+        "an eightfold value gains nothing"
+    )

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from faiss.contrib.ondisk import merge_ondisk
 
-from dualenc import checksums
 from dualenc.errors import DualencError
-from dualenc.files import write_json
-from dualenc.reading import read_json
-from dualenc.search import Embeddings, Index, build, kinds
+from dualenc.io import checksums
+from dualenc.io.files import write_json
+from dualenc.io.reading import read_json
+from dualenc.search import Embeddings, Index
+from dualenc.search.index import build, kinds
 from tests.search.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
@@ -44,7 +45,9 @@ def test_the_same_results_as_an_index_filled_in_memory(
     tmp_path: Path, embeddings: Embeddings, factory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kinds, "MIN_TRAINING_ROWS", COUNT)
-    built = Index.build(embeddings, None, factory, recall_queries=50, folder=tmp_path / "index", memory=MEMORY)
+    built = Index.build(
+        embeddings, None, factory, recall_queries=50, folder=tmp_path / "index", memory=MEMORY
+    )
     assert (tmp_path / "index" / "refine.faiss").exists()
     assert sorted(os.listdir(tmp_path)) == ["emb", "index"]
     expected_index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
@@ -64,7 +67,9 @@ def test_the_same_results_as_an_index_filled_in_memory(
         assert (rows == expected[1]).mean() > 0.99, "but for ties"
     assert search_ids(built, queries[:1], 10)[1][0, 0] == f"doc {expected[1][0, 0]}"
     plain = faiss.read_index(str(tmp_path / "saved" / "index.faiss"))
-    assert (plain.ntotal, isinstance(plain, faiss.IndexRefine)) == (COUNT, False), "the candidates alone"
+    assert (plain.ntotal, isinstance(plain, faiss.IndexRefine)) == (COUNT, False), (
+        "the candidates alone"
+    )
 
 
 def test_what_a_killed_build_left_is_removed(tmp_path: Path, embeddings: Embeddings) -> None:
@@ -72,13 +77,19 @@ def test_what_a_killed_build_left_is_removed(tmp_path: Path, embeddings: Embeddi
     work.mkdir()
     (work / "refine.faiss").write_text("{}")
     index = Index.build(embeddings, None, FACTORY, folder=tmp_path / "index", memory=MEMORY)
-    assert (index.search_rows(clustered(COUNT)[:50], 1, nprobe=8)[1].ravel() == np.arange(50)).mean() > 0.9
+    assert (
+        index.search_rows(clustered(COUNT)[:50], 1, nprobe=8)[1].ravel() == np.arange(50)
+    ).mean() > 0.9
     assert sorted(os.listdir(tmp_path)) == ["emb", "index"]
 
 
-def test_refused_builds_leave_nothing(tmp_path: Path, embeddings: Embeddings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_builds_leave_nothing(
+    tmp_path: Path, embeddings: Embeddings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"folder": tmp_path / "index", "memory": MEMORY}
-    with pytest.raises(DualencError, match=r"takes 0\.9 MiB for 6,000 vectors, and memory is 0\.2 MiB"):
+    with pytest.raises(
+        DualencError, match=r"takes 0\.9 MiB for 6,000 vectors, and memory is 0\.2 MiB"
+    ):
         Index.build(embeddings, None, "HNSW8", **options)
     monkeypatch.setattr(build, "training_rows_in", lambda *_: 20)
     with pytest.raises(DualencError, match="cannot be trained on 20 vectors"):
@@ -107,6 +118,8 @@ def test_lists_outside_the_folder_are_not_opened(tmp_path: Path, embeddings: Emb
     merge_ondisk(index, [str(tmp_path / "part.faiss")], str(tmp_path / "elsewhere"))
     faiss.write_index(index, str(folder / "index.faiss"))
     names = [path.name for path in folder.iterdir() if path.name != "meta.json"]
-    write_json(folder / "meta.json", read_json(folder / "meta.json") | checksums.recorded(folder, names))
+    write_json(
+        folder / "meta.json", read_json(folder / "meta.json") | checksums.recorded(folder, names)
+    )
     with pytest.raises(DualencError, match=r"index\.faiss: corrupt"):
         Index.open(folder)

@@ -12,7 +12,7 @@ import pytest
 from dualenc.data import Corpus
 from dualenc.errors import DualencError
 from dualenc.search import Index
-from dualenc.search.embeddings import EmbeddingWriter
+from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.texts import TextStore, add_texts
 from tests.commands.in_process import failure, run
 
@@ -27,7 +27,9 @@ def test_the_whole_text_is_kept_and_not_its_snippet(made: Path, tmp_path: Path) 
     (tmp_path / "docs.jsonl").write_text(json.dumps({"_id": "long", "text": LONG}))
     run("index", made / "model", tmp_path / "docs.jsonl", "--out", tmp_path / "index")
     run("index", tmp_path / "index", "--texts")
-    assert dict(zip(opened(tmp_path / "index").ids, opened(tmp_path / "index").texts)) == {"long": LONG}
+    assert dict(zip(opened(tmp_path / "index").ids, opened(tmp_path / "index").texts)) == {
+        "long": LONG
+    }
 
 
 def test_they_are_never_those_of_another_index(made: Path, tmp_path: Path) -> None:
@@ -49,7 +51,10 @@ def test_they_are_never_those_of_another_index(made: Path, tmp_path: Path) -> No
 
 def edited(path: Path, name: str, **changes: str) -> Path:
     """The documents in another file, some texts of which differ in their last word."""
-    rows = [{"_id": row, "text": f"{LONG} {changes.get(row, 'gnu')}"} for row in (f"{name}0", f"{name}1")]
+    rows = [
+        {"_id": row, "text": f"{LONG} {changes.get(row, 'gnu')}"}
+        for row in (f"{name}0", f"{name}1")
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -68,12 +73,20 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
     changed = edited(tmp_path / "changed.jsonl", "d", d1="eel")
     with monkeypatch.context() as earlier:
         if is_of_earlier_version:
-            earlier.setattr("dualenc.search.embed.EmbeddingWriter", without_hashes)
+            earlier.setattr("dualenc.search.embed.encode.EmbeddingWriter", without_hashes)
         run("index", made / "model", docs, "--out", folder)
-        run("embed", made / "model", edited(tmp_path / "more.jsonl", "n"), "--out", tmp_path / "more")
+        run(
+            "embed",
+            made / "model",
+            edited(tmp_path / "more.jsonl", "n"),
+            "--out",
+            tmp_path / "more",
+        )
     assert (Index.open(folder).hashes is None) == is_of_earlier_version
     assert Index.open(folder).columns is None
-    problem = "the text of 'd1' in the data is not what was embedded; embed and index the data again"
+    problem = (
+        "the text of 'd1' in the data is not what was embedded; embed and index the data again"
+    )
 
     def refused(*words: object) -> None:
         if is_of_earlier_version:
@@ -89,7 +102,14 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
     problem = "the text of 'n1' in the data is not what was embedded"
     refused("index", tmp_path / "more", "--out", folder, "--append")
     if is_of_earlier_version:
-        run("index", made / "model", edited(tmp_path / "last.jsonl", "l"), "--out", folder, "--append")
+        run(
+            "index",
+            made / "model",
+            edited(tmp_path / "last.jsonl", "l"),
+            "--out",
+            folder,
+            "--append",
+        )
         assert [bool(known) for known in Index.open(folder).hashes] == [False] * 4 + [True] * 2
     else:
         edited(tmp_path / "more.jsonl", "n")
@@ -100,7 +120,9 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
     for name in ("texts", "bm25"):
         shutil.rmtree(folder / name)
     every = tmp_path / "every.jsonl"
-    every.write_text("".join((tmp_path / f"{name}.jsonl").read_text() for name in ("changed", "more")))
+    every.write_text(
+        "".join((tmp_path / f"{name}.jsonl").read_text() for name in ("changed", "more"))
+    )
     with every.open("a") as stream:
         stream.write(edited(tmp_path / "last.jsonl", "l").read_text())
     problem = "the text of 'd1' in the data is not what was embedded"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualenc.data.metadata import plain_columns
+from dualenc.data.store.metadata import plain_columns
 from dualenc.errors import DualencError
 from dualenc.search.where import (
     Condition,
@@ -24,14 +24,25 @@ from tests.search.conditions import KINDS, conditions, met_by_pandas, rows
 
 
 @given(rows(), st.lists(conditions(), max_size=3))
-def test_rows_that_meet_conditions_are_those_of_pandas(made: list[dict[str, Any]], where: list[str]) -> None:
+def test_rows_that_meet_conditions_are_those_of_pandas(
+    made: list[dict[str, Any]], where: list[str]
+) -> None:
     table = pa.Table.from_pylist(made, schema=SCHEMA)
     assert column_kinds(table) == KINDS
     found = meets(parse_conditions(where, KINDS), table)
-    np.testing.assert_array_equal(found, met_by_pandas(pd.DataFrame(made, columns=list(KINDS)), where))
+    np.testing.assert_array_equal(
+        found, met_by_pandas(pd.DataFrame(made, columns=list(KINDS)), where)
+    )
 
 
-SCHEMA = pa.schema([("year", pa.int64()), ("weight", pa.float64()), ("lang", pa.large_string()), ("open", pa.bool_())])
+SCHEMA = pa.schema(
+    [
+        ("year", pa.int64()),
+        ("weight", pa.float64()),
+        ("lang", pa.large_string()),
+        ("open", pa.bool_()),
+    ]
+)
 
 
 def test_what_conditions_mean() -> None:
@@ -42,7 +53,9 @@ def test_what_conditions_mean() -> None:
         Condition("open", "!=", (True,)),
         Condition("weight", "=", (2.0,)),
     ]
-    assert parse_conditions(["lang=en,de,year=1"], KINDS) == parse_conditions(["lang=en", "de", "year=1"], KINDS)
+    assert parse_conditions(["lang=en,de,year=1"], KINDS) == parse_conditions(
+        ["lang=en", "de", "year=1"], KINDS
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +117,16 @@ PRECISION = [
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("is_widened", [False, True])
 @pytest.mark.parametrize(("word", "rows"), PRECISION)
-def test_numbers_compare_in_the_precision_of_their_column(kind: Any, is_widened: bool, word: str, rows: str) -> None:
+def test_numbers_compare_in_the_precision_of_their_column(
+    kind: Any, is_widened: bool, word: str, rows: str
+) -> None:
     """As they are kept now, and as indexes of earlier versions have them: widened to float64."""
     table = pa.table({"x": np.array([0.1, 0.3, 2.5, -1.1], kind)})
-    table = pa.table({"x": table["x"].to_numpy().astype(np.float64)}) if is_widened else plain_columns(table)
+    table = (
+        pa.table({"x": table["x"].to_numpy().astype(np.float64)})
+        if is_widened
+        else plain_columns(table)
+    )
     met = meets(parse_conditions([word], {"x": "number"}), table)
     assert "".join("01"[int(each)] for each in met) == rows
 

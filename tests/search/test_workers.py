@@ -1,4 +1,5 @@
-"""Workers that share nothing but a folder: locks, kills, late joiners, and the bytes of one process."""
+"""Workers that share nothing but a folder: locks, kills, late joiners, and the bytes of one
+process."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from dualenc.search.embed import embed
-from dualenc.search.embeddings import work_lock
+from dualenc.search.embed.encode import embed
+from dualenc.search.embed.writer import work_lock
 from tests.fake_towers import LetterTower, corpus
 
 FORK = multiprocessing.get_context("fork")
@@ -27,7 +28,7 @@ ROWS, SHARDS = 800, 8
 @pytest.fixture(autouse=True)
 def short_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 100 rows."""
-    monkeypatch.setattr("dualenc.search.embeddings.MIN_SHARD_ROWS", 100)
+    monkeypatch.setattr("dualenc.search.embed.writer.MIN_SHARD_ROWS", 100)
 
 
 def work(folder: Path, delay: float = 0.0) -> None:
@@ -70,7 +71,11 @@ def test_a_lock_is_held_by_one_of_many_threads(tmp_path: Path) -> None:
 
     def compete(_: int) -> list[int]:
         with ExitStack() as held:
-            got = [name for name in range(50) if held.enter_context(work_lock(tmp_path / f"{name}.lock"))]
+            got = [
+                name
+                for name in range(50)
+                if held.enter_context(work_lock(tmp_path / f"{name}.lock"))
+            ]
             done.wait()
         return got
 
@@ -98,7 +103,9 @@ def test_workers_that_start_in_the_same_moment_write_what_one_writes(
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_its_shard_and_no_more(tmp_path: Path, alone: dict[str, bytes]) -> None:
+def test_a_killed_worker_loses_its_shard_and_no_more(
+    tmp_path: Path, alone: dict[str, bytes]
+) -> None:
     folder = tmp_path / "emb"
     with worker(folder, 0.05) as victim:
         wait_for(lambda: (folder / "data-00002.lock").exists())
@@ -113,8 +120,11 @@ def test_a_killed_worker_loses_its_shard_and_no_more(tmp_path: Path, alone: dict
 
 
 @pytest.mark.slow
-def test_whoever_waits_writes_what_a_killed_worker_leaves(tmp_path: Path, alone: dict[str, bytes]) -> None:
-    """The victim has the first shard, in which it would stay for half a minute; the other one waits for it."""
+def test_whoever_waits_writes_what_a_killed_worker_leaves(
+    tmp_path: Path, alone: dict[str, bytes]
+) -> None:
+    """The victim has the first shard, in which it would stay for half a minute; the other one waits
+    for it."""
     folder = tmp_path / "emb"
     with worker(folder, 8) as victim:
         wait_for(lambda: (folder / "data-00000.lock").exists())

@@ -1,4 +1,5 @@
-"""A dual encoder and pairs so small that a training run takes a fraction of a second, in float64 if wanted."""
+"""A dual encoder and pairs so small that a training run takes a fraction of a second, in float64 if
+wanted."""
 
 from __future__ import annotations
 
@@ -27,20 +28,28 @@ WIDTH = 6
 
 
 class NumbersPrepare(Prepare):
-    """Texts of numbers to float rows; with seeds, each item gets noise that is a function of its seed."""
+    """Texts of numbers to float rows; with seeds, each item gets noise that is a function of its
+    seed."""
 
     modality = "text"
 
-    def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> dict[str, Tensor]:
-        rows = torch.tensor([[float(x) for x in item.split()] for item in items], dtype=torch.float64)
+    def __call__(
+        self, items: Sequence[str], seeds: Sequence[int] | None = None
+    ) -> dict[str, Tensor]:
+        rows = torch.tensor(
+            [[float(x) for x in item.split()] for item in items], dtype=torch.float64
+        )
         if seeds is not None:
             draws = [torch.Generator().manual_seed(seed) for seed in seeds]
-            rows += 0.1 * torch.stack([torch.randn(WIDTH, generator=draw, dtype=torch.float64) for draw in draws])
+            rows += 0.1 * torch.stack(
+                [torch.randn(WIDTH, generator=draw, dtype=torch.float64) for draw in draws]
+            )
         return {"rows": rows}
 
 
 class TinyTower(Tower):
-    """Linear, optional BatchNorm, optional dropout, linear, unit norm; in whatever precision its weights have."""
+    """Linear, optional BatchNorm, optional dropout, linear, unit norm; in whatever precision its
+    weights have."""
 
     modality = "text"
 
@@ -49,12 +58,16 @@ class TinyTower(Tower):
         self.dim = self.feature_dim = dim
         self.prepare = NumbersPrepare()
         norm = nn.BatchNorm1d(8) if batchnorm else nn.Identity()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, dim))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 8), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, dim)
+        )
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         rows = inputs["rows"].to(self.layers[0].weight.dtype)
         vectors = self.layers(rows)
-        return nn.functional.normalize(vectors if vectors.dtype == torch.float64 else vectors.float(), dim=-1)
+        return nn.functional.normalize(
+            vectors if vectors.dtype == torch.float64 else vectors.float(), dim=-1
+        )
 
 
 class TinyEncoder(DualEncoder):
@@ -93,7 +106,9 @@ class NumberItems(list[str]):
         return super().__getitem__(index)
 
 
-def tiny_pairs(num_pairs: int = 24, seed: int = 0, bad: tuple[int, ...] = (), **arguments: Any) -> PairDataset:
+def tiny_pairs(
+    num_pairs: int = 24, seed: int = 0, bad: tuple[int, ...] = (), **arguments: Any
+) -> PairDataset:
     """Pairs of noisy copies of the same numbers."""
     draw = np.random.default_rng(seed)
     rows = draw.normal(size=(num_pairs, WIDTH))
@@ -107,7 +122,10 @@ def vector_pairs(folder: Path) -> PairDataset:
     """The numbers of `tiny_pairs` as vectors in a file, most with mined negatives."""
     path = folder / "vectors.parquet"
     if not path.exists():
-        rows = [{side: [float(x) for x in getattr(pair, side).split()] for side in SIDES} for pair in tiny_pairs()]
+        rows = [
+            {side: [float(x) for x in getattr(pair, side).split()] for side in SIDES}
+            for pair in tiny_pairs()
+        ]
         pq.write_table(pa.Table.from_pylist(rows), path)
     table = TablePairs(path, "left", "right")
     negatives = [[(i + 1) % 24, (i + 2) % 24][: i % 3] for i in range(24)]

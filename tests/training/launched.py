@@ -1,7 +1,8 @@
-"""Small runs in processes of their own, which may be slow, get signals and be killed, alone or as one of several ranks.
+"""Small runs in processes of their own, which may be slow, get signals and be killed, alone or as
+one of several ranks.
 
-They are forked from a server that has imported everything and done nothing else: torch and accelerate take 8 seconds to
-import.
+They are forked from a server that has imported everything and done nothing else: torch and
+accelerate take 8 seconds to import.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def small_run(
     dropout: float = 0.0,
     **settings: Any,
 ) -> None:
-    """A run whose batches take `delay` seconds, an evaluation `evaluation`; rank hang[0] sleeps at batch hang[1]."""
+    """A run whose batches take `delay` seconds, an evaluation `evaluation`; rank hang[0] sleeps at
+    batch hang[1]."""
     if evaluation is not None:
         settings["evaluator"] = SlowEvaluator(evaluation, output.with_name("evaluating"))
     objective = tiny_objective(tiny_pairs())
@@ -111,16 +113,24 @@ class Launched:
         return self.process.exitcode, self.written.read_text()
 
 
-def launch(folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 1, **named: Any) -> list[Launched]:
+def launch(
+    folder: Path, function: Callable[..., Any], *arguments: Any, ranks: int = 1, **named: Any
+) -> list[Launched]:
     """Run a function in a process, or in several that are the ranks of one run."""
     launched = []
     port = str(free_port())
     for rank in map(str, range(ranks)):
         environment = {"ACCELERATE_USE_CPU": "true"}
         if ranks > 1:
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+            environment |= {
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "WORLD_SIZE": str(ranks),
+            }
             environment |= {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": str(ranks)}
-        launched.append(Launched(folder / f"written-{rank}.txt", environment, function, arguments, named))
+        launched.append(
+            Launched(folder / f"written-{rank}.txt", environment, function, arguments, named)
+        )
     return launched
 
 
@@ -132,15 +142,23 @@ def free_port() -> int:
 
 
 def _begin(
-    written: Path, environment: dict[str, str], function: Callable[..., Any], arguments: tuple[Any, ...], named: Any
+    written: Path,
+    environment: dict[str, str],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    named: Any,
 ) -> None:
     os.setsid()
-    multiprocessing.set_start_method("fork", force=True)  # for its data workers, as in a program of its own
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # for its data workers, as in a program of its own
     os.environ.update(environment)
     with open(written, "wb", buffering=0) as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore Ctrl-C
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # tests that run in the background ignore Ctrl-C
     os.fsync = lambda _: None  # as in the tests' own process
     torch.set_num_threads(1)
     code: Any = 0
@@ -153,6 +171,8 @@ def _begin(
         code = stopped.code
     except KeyboardInterrupt:
         code = 130
-    if code != 2 and distributed.is_initialized():  # otherwise another rank is gone, and would be waited for
+    if (
+        code != 2 and distributed.is_initialized()
+    ):  # otherwise another rank is gone, and would be waited for
         PartialState().destroy_process_group()
     sys.exit(code)  # only here, where what the traceback held, data workers among it, is gone

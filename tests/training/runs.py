@@ -36,8 +36,12 @@ class FixedEvaluator:
 
 
 def train(output: Path, *, resume: bool = False, **changes: Any) -> TrainingResult:
-    """12 steps of a tiny encoder with dropout; `changes` go to the trainer, or to `fit` where it knows them."""
-    parts = {name: changes.pop(name, None) for name in ("model", "pairs", "objective", "batching", "evaluator")}
+    """12 steps of a tiny encoder with dropout; `changes` go to the trainer, or to `fit` where it
+    knows them."""
+    parts = {
+        name: changes.pop(name, None)
+        for name in ("model", "pairs", "objective", "batching", "evaluator")
+    }
     pairs = parts["pairs"] or tiny_pairs()
     model = parts["model"] or TinyEncoder(dropout=0.2)
     objective = parts["objective"] or tiny_objective(pairs)

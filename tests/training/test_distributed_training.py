@@ -1,4 +1,5 @@
-"""Two processes train the model that one process trains, with the same global batches: one run of every case."""
+"""Two processes train the model that one process trains, with the same global batches: one run of
+every case."""
 
 from __future__ import annotations
 
@@ -42,19 +43,35 @@ def queue() -> MomentumQueue:
 
 def with_positives(objective: Any, **columns: Any) -> dict[str, Any]:
     pairs = tiny_pairs(bad=BAD, right_id=RIGHT_ID, **columns)
-    return {"pairs": pairs, "objective": objective, "batch_size": 4, "epochs": 2, "timeout_minutes": 0.5}
+    return {
+        "pairs": pairs,
+        "objective": objective,
+        "batch_size": 4,
+        "epochs": 2,
+        "timeout_minutes": 0.5,
+    }
 
 
 def mixture(**options: Any) -> dict[str, Any]:
     few = tiny_pairs(14, seed=1, negatives=[[(i + 3) % 14] * (i % 3) for i in range(14)])
     pairs = Mixture({"many": tiny_pairs(24), "few": few}, **options)
-    return {"pairs": pairs, "objective": tiny_objective(pairs), "batch_size": 5, "gradient_accumulation": 2}
+    return {
+        "pairs": pairs,
+        "objective": tiny_objective(pairs),
+        "batch_size": 5,
+        "gradient_accumulation": 2,
+    }
 
 
 def mined(block: int) -> dict[str, Any]:
     """Blocks of five left items, so that each of two ranks has some; or one block for both."""
     mining.QUERIES_PER_BLOCK = block
-    return {"mine_every": 1, "mine_negatives": 2, "batch_size": 5, "pairs": tiny_pairs(right_id=RIGHT_ID, bad=(8,))}
+    return {
+        "mine_every": 1,
+        "mine_negatives": 2,
+        "batch_size": 5,
+        "pairs": tiny_pairs(right_id=RIGHT_ID, bad=(8,)),
+    }
 
 
 CASES: dict[str, Any] = {
@@ -65,8 +82,16 @@ CASES: dict[str, Any] = {
     "negatives": lambda: {"pairs": tiny_pairs(negatives=MINED)},
     "evaluated": lambda: {"evaluate_every": 5, "evaluator": FixedEvaluator(0.1, 0.2, 0.4, 0.3)},
     "drawn proposals": lambda: {"objective": EMC2(num_left=24, proposals=7).double()},
-    "momentum encoder, batchnorm": lambda: {"objective": queue(), "batch_size": 5, "batchnorm": True},
-    "momentum encoder, accumulated": lambda: {"objective": queue(), "gradient_accumulation": 2, "chunk_size": 2},
+    "momentum encoder, batchnorm": lambda: {
+        "objective": queue(),
+        "batch_size": 5,
+        "batchnorm": True,
+    },
+    "momentum encoder, accumulated": lambda: {
+        "objective": queue(),
+        "gradient_accumulation": 2,
+        "chunk_size": 2,
+    },
     "batchnorm": lambda: {"batchnorm": True, "batch_size": 5},
     "batchnorm of one tower": lambda: {"batchnorm": True, "shared": True},
     "mixture": lambda: mixture(),
@@ -88,12 +113,25 @@ def all_cases(output: Path, vectors: Path) -> None:
     """12 steps of each case without dropout, whose masks are drawn per process."""
     for name, make_changes in CASES.items():
         changes = {"save_every": None, **make_changes()}
-        model = TinyEncoder(batchnorm=changes.pop("batchnorm", False), shared=changes.pop("shared", False))
+        model = TinyEncoder(
+            batchnorm=changes.pop("batchnorm", False), shared=changes.pop("shared", False)
+        )
         train(output / name, model=model, **changes)
     pairs = vector_pairs(vectors)
     texts = text_pairs()
-    train(output / "table", model=static_encoder(), pairs=texts, objective=tiny_objective(texts).float(), batch_size=5)
-    train(output / "vectors", model=vector_encoder(), pairs=pairs, objective=tiny_objective(pairs).float())
+    train(
+        output / "table",
+        model=static_encoder(),
+        pairs=texts,
+        objective=tiny_objective(texts).float(),
+        batch_size=5,
+    )
+    train(
+        output / "vectors",
+        model=vector_encoder(),
+        pairs=pairs,
+        objective=tiny_objective(pairs).float(),
+    )
 
 
 def on_ranks(output: Path, vectors: Path) -> None:

@@ -1,4 +1,5 @@
-"""Gradient caching: plain gradient, dropout replayed, whatever the chunk; out-of-batch items as the batch was."""
+"""Gradient caching: plain gradient, dropout replayed, whatever the chunk; out-of-batch items as the
+batch was."""
 
 from functools import partial
 
@@ -10,7 +11,7 @@ from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.extra_items import ItemEncoder
 from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
 CPU = torch.device("cpu")
@@ -20,7 +21,9 @@ BATCH = 11
 @pytest.fixture
 def inputs():
     draw = torch.Generator().manual_seed(1)
-    return [{"rows": torch.randn(BATCH, WIDTH, generator=draw, dtype=torch.float64)} for _ in range(2)]
+    return [
+        {"rows": torch.randn(BATCH, WIDTH, generator=draw, dtype=torch.float64)} for _ in range(2)
+    ]
 
 
 def run(encoding, model, inputs, objective=None, extra=None):
@@ -37,7 +40,10 @@ def run(encoding, model, inputs, objective=None, extra=None):
 
 
 def close(first, second, tolerance=1e-10):
-    return all(torch.allclose(a, b, rtol=tolerance, atol=tolerance) for a, b in zip(first, second, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 11, 64])
@@ -57,7 +63,9 @@ class ChunkedGraph(PlainEncoding):
 
     def encode(self, side, inputs, out_of_batch=False):
         parts = inputs["rows"].split(4)
-        return torch.cat([super(ChunkedGraph, self).encode(side, {"rows": part}, out_of_batch) for part in parts])
+        return torch.cat(
+            [super(ChunkedGraph, self).encode(side, {"rows": part}, out_of_batch) for part in parts]
+        )
 
 
 def test_dropout_is_replayed(inputs):
@@ -69,7 +77,9 @@ def test_dropout_is_replayed(inputs):
     cached_loss, cached = run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)
     assert slow_loss == cached_loss
     assert close(slow, cached)
-    assert torch.equal(after, torch.get_rng_state())  # the replay itself draws nothing that others would notice
+    assert torch.equal(
+        after, torch.get_rng_state()
+    )  # the replay itself draws nothing that others would notice
     torch.manual_seed(6)
     assert not close(slow, run(CachedEncoding(model, CPU, chunk_size=4), model, inputs)[1])
 
@@ -93,7 +103,9 @@ def test_mixed_precision_is_replayed(inputs):
 
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     loss, expected = run(PlainEncoding(model, CPU, autocast), model, rows, InfoNCE(num_left=24))
-    cached, found = run(CachedEncoding(model, CPU, autocast, chunk_size=4), model, rows, InfoNCE(num_left=24))
+    cached, found = run(
+        CachedEncoding(model, CPU, autocast, chunk_size=4), model, rows, InfoNCE(num_left=24)
+    )
     assert cached == loss
     assert close(found, expected, tolerance=2e-2)
 
@@ -121,7 +133,9 @@ def test_frozen_batchnorm_gives_the_gradient_of_the_plain_step(inputs):
 def test_memory_of_the_graph_is_that_of_a_chunk(inputs):
     """Autograd saves nothing between the first forward and the backward pass."""
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(1) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved.append(1) or tensor, lambda tensor: tensor
+    ):
         CachedEncoding(TinyEncoder().train(), CPU, chunk_size=8).encode("left", inputs[0])
         assert not saved
         PlainEncoding(TinyEncoder().train(), CPU).encode("left", inputs[0])
@@ -129,7 +143,11 @@ def test_memory_of_the_graph_is_that_of_a_chunk(inputs):
 
 
 def rows(count, seed):
-    return {"rows": torch.randn(count, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)}
+    return {
+        "rows": torch.randn(
+            count, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+    }
 
 
 def test_an_out_of_batch_item_is_normalised_as_the_batch_was_and_moves_no_statistics():
@@ -170,8 +188,12 @@ def gradients_by_hand(batch, others):
     linear, norm, *rest = model.left.layers
     hidden = linear(batch["rows"])
     mean, variance = hidden.mean(0), hidden.var(0, correction=0)
-    normalised = (linear(others["rows"]) - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias
-    torch.nn.functional.normalize(torch.nn.Sequential(*rest)(normalised), dim=-1)[:, 0].sum().backward()
+    normalised = (linear(others["rows"]) - mean) / (
+        variance + norm.eps
+    ).sqrt() * norm.weight + norm.bias
+    torch.nn.functional.normalize(torch.nn.Sequential(*rest)(normalised), dim=-1)[
+        :, 0
+    ].sum().backward()
     return {name: parameter.grad for name, parameter in model.left.named_parameters()}
 
 
@@ -183,28 +205,51 @@ def test_the_gradient_goes_through_the_statistics_into_the_batch():
 
 
 def encoded_by(model, parts, make, together):
-    """The parts of a batch encoded at once or one by one, the gradients of a loss on them, and the number of passes."""
+    """The parts of a batch encoded at once or one by one, the gradients of a loss on them, and the
+    number of passes."""
     draw, passes = torch.Generator().manual_seed(0), []
-    hooks = [tower.register_forward_pre_hook(lambda *_: passes.append(1)) for tower in {model.left, model.right}]
+    hooks = [
+        tower.register_forward_pre_hook(lambda *_: passes.append(1))
+        for tower in {model.left, model.right}
+    ]
     model.zero_grad()
     encoding = make(model, CPU)
-    encoded = encoding.encode_parts(*parts) if together else [encoding.encode(*part) for part in parts]
+    encoded = (
+        encoding.encode_parts(*parts) if together else [encoding.encode(*part) for part in parts]
+    )
     directions = [torch.randn(one.shape, generator=draw, dtype=one.dtype) for one in encoded]
-    encoding.backward(sum((one * direction).sum() for one, direction in zip(encoded, directions, strict=True)))
+    encoding.backward(
+        sum((one * direction).sum() for one, direction in zip(encoded, directions, strict=True))
+    )
     for hook in hooks:
         hook.remove()
     return [*(one.detach() for one in encoded), *gradients(model)], len(passes)
 
 
-@pytest.mark.parametrize("make", [PlainEncoding, partial(CachedEncoding, chunk_size=6)], ids=["plain", "cached"])
+@pytest.mark.parametrize(
+    "make", [PlainEncoding, partial(CachedEncoding, chunk_size=6)], ids=["plain", "cached"]
+)
 def test_shared_weights_encode_all_parts_of_a_batch_at_once(make):
     """Whatever the lengths and the prompts; roberta counts its positions from the padding."""
-    config = {"model_type": "roberta", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config |= {"intermediate_size": 32, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = {
+        "model_type": "roberta",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config |= {
+        "intermediate_size": 32,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     config |= {"max_position_embeddings": 40, "type_vocab_size": 1}
     tokenizer = train_tokenizer(["some words of no matter"], 300, max_length=36)
     torch.manual_seed(0)
-    model = TextEncoder(config=config, tokenizer=tokenizer, query_prompt="some ", max_length=36).double().train()
+    model = (
+        TextEncoder(config=config, tokenizer=tokenizer, query_prompt="some ", max_length=36)
+        .double()
+        .train()
+    )
     parts = [
         ("left", model.left.prepare(["words", "no matter", "matter of words"])),
         ("right", model.right.prepare(["some words of " * 4, "no", "matter " * 5, "of"])),
@@ -216,7 +261,9 @@ def test_shared_weights_encode_all_parts_of_a_batch_at_once(make):
     assert make is not PlainEncoding or passes < separate
 
 
-@pytest.mark.parametrize("model", [TinyEncoder(shared=True, batchnorm=True), TinyEncoder(shared=False)])
+@pytest.mark.parametrize(
+    "model", [TinyEncoder(shared=True, batchnorm=True), TinyEncoder(shared=False)]
+)
 def test_separate_towers_and_batchnorm_see_one_part_at_a_time(model):
     parts = [("left", rows(6, seed=0)), ("right", rows(4, seed=1))]
     for together in (True, False):

@@ -30,7 +30,11 @@ class MeanColour(Prepare):
     modality = "image"
 
     def __call__(self, items, seeds=None):
-        return {"rows": torch.tensor(np.stack([np.asarray(item).mean(axis=(0, 1)) / 255 for item in items])).float()}
+        return {
+            "rows": torch.tensor(
+                np.stack([np.asarray(item).mean(axis=(0, 1)) / 255 for item in items])
+            ).float()
+        }
 
 
 class ColourNames(Prepare):
@@ -41,7 +45,8 @@ class ColourNames(Prepare):
 
 
 class ColourTower(Tower):
-    """The colour of an image, or of its name, as its vector, and twice the colour as its features."""
+    """The colour of an image, or of its name, as its vector, and twice the colour as its
+    features."""
 
     def __init__(self, prepare):
         super().__init__()
@@ -78,7 +83,8 @@ def model():
 
 
 def test_held_out_pairs_are_a_retrieval_test(model):
-    """Two queries share each of the first documents; rows of a score matrix give the ranks by hand."""
+    """Two queries share each of the first documents; rows of a score matrix give the ranks by
+    hand."""
     pairs = tiny_pairs(12, right_id=np.arange(12) // 2)
     evaluator = RetrievalEvaluator(pairs=pairs)
     metrics = evaluator(model)
@@ -94,14 +100,17 @@ def test_held_out_pairs_are_a_retrieval_test(model):
 
 
 def test_held_out_pairs_are_searched_among_all_right_items_of_their_data():
-    """Trained right items are distractors; of two queries the second is held out, and so is its other positive."""
+    """Trained right items are distractors; of two queries the second is held out, and so is its
+    other positive."""
     pairs = PairDataset(["q0", "q1"], ["d0", "d1", "d2", "unused"], [0, 1, 1], [0, 1, 2])
     rest, part = pairs.split(0.5, seed=0)
     collection = held_out(part)
     other = int(rest.left_id[0])
     relevant = {"right-0"} if other else {"right-1", "right-2"}
     assert list(collection.corpus.items) == ["d0", "d1", "d2", "unused"]
-    assert {name: set(own) for name, own in collection.qrels.items()} == {f"left-{1 - other}": relevant}
+    assert {name: set(own) for name, own in collection.qrels.items()} == {
+        f"left-{1 - other}": relevant
+    }
     assert "among 4 documents" in RetrievalEvaluator(pairs=part).data[0]
 
 
@@ -118,26 +127,39 @@ def test_a_sample_of_a_large_corpus_has_what_is_relevant(most):
 
 
 def test_positives_of_other_pairs_are_relevant_too():
-    """A part of pairs that knows more positives than it has, as after mining, counts none of them as wrong."""
+    """A part of pairs that knows more positives than it has, as after mining, counts none of them
+    as wrong."""
     pairs = PairDataset(["q"], ["d0", "d1", "d2"], [0, 0], [0, 1])
     part = pairs.take(np.array([0]), positives_of=pairs)
     assert held_out(part).qrels == {"left-0": {"right-0": 1, "right-1": 1}}
 
 
 def test_the_copy_of_a_query_among_the_documents_is_no_result():
-    """Of questions that are equal to others each text is a query and a document, and nearest to itself."""
+    """Of questions that are equal to others each text is a query and a document, and nearest to
+    itself."""
     pairs = PairDataset(["a", "b", "c"], ["b", "c", "a"], [0, 1, 2], [0, 1, 2])
     collection = held_out(pairs)
-    assert collection.qrels == {"left-0": {"left-1": 1}, "left-1": {"left-2": 1}, "left-2": {"left-0": 1}}
+    assert collection.qrels == {
+        "left-0": {"left-1": 1},
+        "left-1": {"left-2": 1},
+        "left-2": {"left-0": 1},
+    }
     vectors = np.eye(3, 4) + 0.1
-    run = retrieve(collection.queries.ids, vectors, collection.corpus.ids, vectors[[1, 2, 0]], qrels=collection.qrels)
+    run = retrieve(
+        collection.queries.ids,
+        vectors,
+        collection.corpus.ids,
+        vectors[[1, 2, 0]],
+        qrels=collection.qrels,
+    )
     assert not any(query in documents for query, documents in run.items())
     alone = PairDataset(["a"], ["a", "b"], [0], [0])
     assert held_out(alone).qrels == {"left-0": {"left-0": 1}}, "what is relevant stays"
 
 
 def test_pairs_of_weight_0_are_not_relevant():
-    """Of pairs that people judged those without a match are no right answers; their documents are distractors."""
+    """Of pairs that people judged those without a match are no right answers; their documents are
+    distractors."""
     pairs = PairDataset(["q0", "q1"], ["d0", "d1", "d2"], [0, 0, 1], [0, 1, 2], weights=[1, 0, 0])
     collection = held_out(pairs.take(np.array([0, 1, 2]), positives_of=pairs))
     assert collection.qrels == {"left-0": {"right-0": 1}}
@@ -158,7 +180,8 @@ def beir(folder, documents, queries, qrels):
 
 
 def test_a_judged_document_with_the_id_of_its_query_is_found(model, tmp_path, caplog):
-    """Of three queries the first two are judged with the document of their id, the second with junk alone."""
+    """Of three queries the first two are judged with the document of their id, the second with junk
+    alone."""
     ids = ["0", "1", "2"]
     folder = beir(tmp_path / "toy", ids, ids, [("0", "0", 1), ("1", "1", -2), ("2", "1", 1)])
     evaluator = RetrievalEvaluator(folder, split="dev")
@@ -192,13 +215,16 @@ def test_captions_of_an_image_are_all_right():
     captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
     left_id = np.repeat(np.arange(5), 2)
     model = captioning()
-    evaluator = ImageTextEvaluator(PairDataset(images(values), captions, left_id, left_modality="image"))
+    evaluator = ImageTextEvaluator(
+        PairDataset(images(values), captions, left_id, left_modality="image")
+    )
     metrics = evaluator(model)
     assert metrics["image_to_text_recall@1"] == 1
     assert metrics["text_to_image_recall@1"] == 1
     wrong = PairDataset(images(values), captions[::-1], left_id, left_modality="image")
     assert ImageTextEvaluator(wrong)(model)["text_to_image_recall@1"] < 1
-    # A caption of two images, nearest to neither, is two queries, as in `dualenc evaluate image-text`.
+    # A caption of two images, nearest to neither, is two queries, as in `dualenc evaluate
+    # image-text`.
     texts = [captions[2], captions[6], captions[3]]
     shared = PairDataset(images(values), texts, [0, 2, 3, 1], [0, 0, 1, 2], left_modality="image")
     assert ImageTextEvaluator(shared)(model)["text_to_image_recall@1"] == 1 / 2
@@ -220,7 +246,9 @@ def test_neighbours_vote_on_features_as_in_scikit_learn():
     model = unimodal()
     found = KNNEvaluator(sides[0][1], sides[1][1], k=5)(model)["knn_accuracy"]
     train, test = (v / np.linalg.norm(v, axis=1, keepdims=True) for v, _ in sides)
-    vote = KNeighborsClassifier(5, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07))
+    vote = KNeighborsClassifier(
+        5, metric="cosine", weights=lambda distance: np.exp((1 - distance) / 0.07)
+    )
     reference = vote.fit(train, sides[0][1].labels)
     assert found == pytest.approx(reference.score(test, sides[1][1].labels), abs=1e-9)
 
@@ -235,10 +263,13 @@ class Unreadable(list):
 
 
 def test_an_image_or_a_caption_that_cannot_be_read_is_left_out_and_counted_once(caplog):
-    """Of three images the first is broken, and so is one caption of the second: all others are found."""
+    """Of three images the first is broken, and so is one caption of the second: all others are
+    found."""
     values = colours(3)
     captions = [" ".join(map(str, value)) for value in values for _ in range(2)]
-    pairs = PairDataset(Unreadable(images(values)), captions, np.repeat(np.arange(3), 2), left_modality="image")
+    pairs = PairDataset(
+        Unreadable(images(values)), captions, np.repeat(np.arange(3), 2), left_modality="image"
+    )
     pairs.right_items = Unreadable([captions[2], *captions])
     pairs.right_id = np.array([1, 2, 0, 4, 5, 6])
     evaluator = ImageTextEvaluator(pairs)
@@ -254,7 +285,9 @@ def test_images_that_cannot_be_read_neither_vote_nor_count():
     values = colours(20)
     broken = ImageViews(Unreadable(images(values)), values.argmax(axis=1), ["r", "g", "b"])
     rest = ImageViews(images(values[1:]), values[1:].argmax(axis=1), ["r", "g", "b"])
-    assert KNNEvaluator(broken, broken, k=3)(unimodal()) == KNNEvaluator(rest, rest, k=3)(unimodal())
+    assert KNNEvaluator(broken, broken, k=3)(unimodal()) == KNNEvaluator(rest, rest, k=3)(
+        unimodal()
+    )
 
 
 @pytest.mark.slow
@@ -276,7 +309,10 @@ def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, ca
 
 
 REFUSED = [
-    (lambda: RetrievalEvaluator("nowhere", primary="foo"), "primary is 'foo'; choose one of ndcg@1"),
+    (
+        lambda: RetrievalEvaluator("nowhere", primary="foo"),
+        "primary is 'foo'; choose one of ndcg@1",
+    ),
     (lambda: RetrievalEvaluator("nowhere", primary="ndcg"), r"'ndcg' \(did you mean ndcg@"),
     (lambda: RetrievalEvaluator("nowhere", batch_size=0), "batch_size is 0; give at least 1"),
     (lambda: ImageTextEvaluator(None, primary="recall@1"), "Evaluator: primary is 'recall@1'"),

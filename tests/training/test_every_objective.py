@@ -1,4 +1,5 @@
-"""The loop knows no objective: chunks change none, two views train, and momentum encoder and lengths work."""
+"""The loop knows no objective: chunks change none, two views train, and momentum encoder and
+lengths work."""
 
 from __future__ import annotations
 
@@ -21,13 +22,17 @@ from dualenc.objectives import (
     SogCLR,
 )
 from dualenc.objectives.matryoshka import Matryoshka
-from dualenc.recipe import make_recipe
+from dualenc.recipe.resolve import make_recipe
 from tests.training.fakes import TinyEncoder, same, tiny_pairs, weights
 from tests.training.runs import train
 
 CLASSES = [getattr(objectives, name) for name in sorted(objectives.__all__)]
 CLASSES = [kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective)]
-OBJECTIVES = [kind for kind in CLASSES if kind is not Objective and not issubclass(kind, Matryoshka | FrozenCorpus)]
+OBJECTIVES = [
+    kind
+    for kind in CLASSES
+    if kind is not Objective and not issubclass(kind, Matryoshka | FrozenCorpus)
+]
 
 
 def make(kind: type[Objective], views: bool = False) -> Objective:
@@ -45,7 +50,13 @@ PLAIN = [InfoNCE, SogCLR, ISIR, GlobalCache, MomentumQueue]
 @pytest.mark.parametrize("kind", PLAIN, ids=name_of)
 def test_gradient_caching_changes_nothing(tmp_path, kind):
     for name, chunk_size in (("plain", None), ("cached", 4)):
-        train(tmp_path / name, model=TinyEncoder(), objective=make(kind), chunk_size=chunk_size, save_every=None)
+        train(
+            tmp_path / name,
+            model=TinyEncoder(),
+            objective=make(kind),
+            chunk_size=chunk_size,
+            save_every=None,
+        )
     plain, cached = weights(tmp_path / "plain"), weights(tmp_path / "cached")
     assert all(torch.allclose(plain[key], cached[key], rtol=1e-8, atol=1e-12) for key in plain)
 
@@ -56,7 +67,10 @@ def test_two_views(tmp_path, kind):
     pairs = tiny_pairs()
     pairs.views, pairs.right_items = True, pairs.left_items
     model = TinyEncoder(shared=True, batchnorm=True)
-    assert train(tmp_path, pairs=pairs, model=model, objective=make(kind, views=True), epochs=1).steps == 4
+    assert (
+        train(tmp_path, pairs=pairs, model=model, objective=make(kind, views=True), epochs=1).steps
+        == 4
+    )
 
 
 class Recording(MomentumQueue):
@@ -80,14 +94,27 @@ def test_keys_are_those_of_a_moving_average_of_the_same_inputs(tmp_path, batchno
 
     def record(tower, inputs, output):
         if tower.training:
-            passes.append((inputs[0]["rows"].clone(), {k: v.clone() for k, v in model.left.state_dict().items()}))
+            passes.append(
+                (
+                    inputs[0]["rows"].clone(),
+                    {k: v.clone() for k, v in model.left.state_dict().items()},
+                )
+            )
 
     model.left.register_forward_hook(record)
     criterion = Recording(momentum=momentum, queue_size=10, temperature=0.2).double()
-    result = train(tmp_path, model=model, objective=criterion, gradient_accumulation=accumulation, save_every=None)
+    result = train(
+        tmp_path,
+        model=model,
+        objective=criterion,
+        gradient_accumulation=accumulation,
+        save_every=None,
+    )
     key_passes, live_passes = passes[0::2], passes[1::2]
     assert len(criterion.keys) == len(key_passes) == len(live_passes) == result.steps * accumulation
-    for number, (keys, of_keys, live) in enumerate(zip(criterion.keys, key_passes, live_passes, strict=True)):
+    for number, (keys, of_keys, live) in enumerate(
+        zip(criterion.keys, key_passes, live_passes, strict=True)
+    ):
         assert torch.equal(of_keys[0], live[0])
         with torch.no_grad():
             if number and number % accumulation == 0:
@@ -102,7 +129,12 @@ def test_running_statistics_count_each_batch_once(tmp_path):
     """At a rate of almost 0 both objectives see the same batches with the same weights."""
     for kind in (InfoNCE, MomentumQueue):
         settings = {"learning_rate": 1e-14, "weight_decay": 0.0, "save_every": None, "epochs": 1}
-        train(tmp_path / kind.__name__, model=TinyEncoder(batchnorm=True), objective=make(kind), **settings)
+        train(
+            tmp_path / kind.__name__,
+            model=TinyEncoder(batchnorm=True),
+            objective=make(kind),
+            **settings,
+        )
     with_keys, without = (weights(tmp_path / kind.__name__) for kind in (MomentumQueue, InfoNCE))
     statistics = [name for name in without if "running" in name or "num_batches" in name]
     assert len(statistics) == 6
@@ -114,7 +146,13 @@ def test_running_statistics_count_each_batch_once(tmp_path):
 def test_pairs_of_weight_zero_teach_nothing(tmp_path):
     for name, pairs in (("zero", tiny_pairs(weights=np.zeros(24))), ("plain", tiny_pairs())):
         model = TinyEncoder()
-        train(tmp_path / name, model=model, pairs=pairs, objective=InfoNCE().double(), weight_decay=0.0)
+        train(
+            tmp_path / name,
+            model=model,
+            pairs=pairs,
+            objective=InfoNCE().double(),
+            weight_decay=0.0,
+        )
         assert same(dict(TinyEncoder().state_dict()), dict(model.state_dict())) == (name == "zero")
 
 

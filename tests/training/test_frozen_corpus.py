@@ -1,4 +1,5 @@
-"""Training queries against frozen documents: the logged loss is L(θ), and a killed run resumes bit for bit."""
+"""Training queries against frozen documents: the logged loss is L(θ), and a killed run resumes bit
+for bit."""
 
 from __future__ import annotations
 
@@ -33,9 +34,15 @@ def parts(folder: Path, sampled: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if sampled:
         options = {"max_exact": 5, "nearest": 3, "sampled": 8}
-        options["search"] = lambda queries, nearest: (-queries @ documents.T).argsort(axis=1)[:, :nearest]
+        options["search"] = lambda queries, nearest: (-queries @ documents.T).argsort(axis=1)[
+            :, :nearest
+        ]
     objective = FrozenCorpus(documents, num_left=30, num_right=30, temperature=TAU, **options)
-    return {"pairs": pairs, "model": VectorEncoder(6, tower="mlp", right_tower="identity"), "objective": objective}
+    return {
+        "pairs": pairs,
+        "model": VectorEncoder(6, tower="mlp", right_tower="identity"),
+        "objective": objective,
+    }
 
 
 def loss_of(model: VectorEncoder, pairs: PairDataset) -> float:
@@ -53,7 +60,11 @@ def test_the_logged_loss_is_that_of_all_documents(tmp_path):
     given = parts(tmp_path)
     expected = loss_of(given["model"], given["pairs"])
     train(tmp_path / "still", **given, learning_rate=1e-12, weight_decay=0.0, epochs=1, log_every=5)
-    logged = [line["loss"] for line in read_metrics(tmp_path / "still" / "metrics.jsonl") if "loss" in line]
+    logged = [
+        line["loss"]
+        for line in read_metrics(tmp_path / "still" / "metrics.jsonl")
+        if "loss" in line
+    ]
     assert np.mean(logged) == pytest.approx(expected, rel=1e-5)
     train(tmp_path / "trained", **given, epochs=20, learning_rate=0.01, save_every=None)
     assert loss_of(given["model"], given["pairs"]) < expected - 0.5

@@ -1,4 +1,5 @@
-"""Items that an objective asks for by id: their embeddings, augmentation and errors, in this process or in workers."""
+"""Items that an objective asks for by id: their embeddings, augmentation and errors, in this
+process or in workers."""
 
 import multiprocessing
 
@@ -9,7 +10,7 @@ from dualenc.encoders.dual import ITEM_TYPES
 from dualenc.errors import BadSample, DualencError
 from dualenc.objectives import GlobalCache
 from dualenc.training.encoding import PlainEncoding
-from dualenc.training.items import ItemEncoder
+from dualenc.training.extra_items import ItemEncoder
 from tests.training.fakes import TinyEncoder, same, tiny_pairs, weights
 from tests.training.runs import train
 
@@ -71,7 +72,9 @@ def test_workers_read_images_as_this_process_does(num_workers):
         items = make_items(TinyImageEncoder().train(), pairs, seed=3, num_workers=workers)
         for number, asked in enumerate(([5, 2, 7, 2], [8], [], [1])):
             items.begin(number)
-            found += items.sides([("right", torch.tensor([0, 4])), ("left", torch.tensor(asked, dtype=torch.int64))])
+            found += items.sides(
+                [("right", torch.tensor([0, 4])), ("left", torch.tensor(asked, dtype=torch.int64))]
+            )
         assert len(multiprocessing.active_children()) == workers
         assert items.num_encoded == 4 * 2 + 3 + 1
         items.close()
@@ -97,7 +100,11 @@ def test_a_training_with_workers_gives_the_same_weights_and_leaves_none(tmp_path
     for workers in (0, 2):
         sizes = {"num_left": 24, "num_right": 24}
         objective = GlobalCache(**sizes, temperature=0.1)
-        parts = {"model": TinyImageEncoder(), "pairs": tiny_pairs(left_modality="image"), "objective": objective}
+        parts = {
+            "model": TinyImageEncoder(),
+            "pairs": tiny_pairs(left_modality="image"),
+            "objective": objective,
+        }
         train(tmp_path / str(workers), num_workers=workers, **parts)
         assert not multiprocessing.active_children()
     assert same(weights(tmp_path / "0"), weights(tmp_path / "2"))

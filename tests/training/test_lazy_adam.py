@@ -1,4 +1,5 @@
-"""Tables with sparse gradients: the rows in use, against torch's own embedding bag and optimizers."""
+"""Tables with sparse gradients: the rows in use, against torch's own embedding bag and
+optimizers."""
 
 from __future__ import annotations
 
@@ -65,7 +66,10 @@ def test_rows_that_every_step_uses_move_as_under_adamw():
     ours = new_table()
     theirs = new_bag()
     settings = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
-    optimizers = LazyAdamW(ours.parameters(), **settings), torch.optim.AdamW(theirs.parameters(), **settings)
+    optimizers = (
+        LazyAdamW(ours.parameters(), **settings),
+        torch.optim.AdamW(theirs.parameters(), **settings),
+    )
     every_row = torch.arange(ROWS)
     for step in range(4):
         for table, optimizer in zip((ours, theirs), optimizers, strict=True):
@@ -97,7 +101,8 @@ def test_other_rows_stand_still_as_under_torchs_sparse_adam():
 
 
 def test_moments_of_unused_rows_do_not_decay():
-    """A loop over numbers, by Algorithm 1 of Kingma and Ba with decoupled decay, of the rows in use alone."""
+    """A loop over numbers, by Algorithm 1 of Kingma and Ba with decoupled decay, of the rows in use
+    alone."""
     table = new_table()
     optimizer = LazyAdamW(table.parameters(), lr=0.1, betas=(0.8, 0.9), weight_decay=0.2)
     weight = table.weight.detach().tolist()
@@ -122,14 +127,20 @@ def test_moments_of_unused_rows_do_not_decay():
 @pytest.mark.parametrize(
     ("name", "reference"),
     [
-        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, momentum=0.7, nesterov=True)),
+        (
+            "sgd",
+            lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, momentum=0.7, nesterov=True),
+        ),
         ("momentum", lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1, momentum=0.7)),
     ],
 )
 def test_other_optimizers_get_dense_gradients(name, reference):
     ours = new_table()
     theirs = new_bag()
-    optimizers = build_optimizer([ours], name, 0.1, weight_decay=0.1, momentum=0.7), reference(theirs.parameters())
+    optimizers = (
+        build_optimizer([ours], name, 0.1, weight_decay=0.1, momentum=0.7),
+        reference(theirs.parameters()),
+    )
     for step in range(3):
         for table, optimizer in zip((ours, theirs), optimizers, strict=True):
             optimizer.zero_grad()
@@ -165,8 +176,16 @@ def test_training_with_sgd_is_that_of_dense_gradients(tmp_path, name, kind):
         model = static_encoder()
         if folder == "dense":
             bag = model.left.backbone.embedding
-            model.left.backbone.embedding = nn.EmbeddingBag(bag.num_embeddings, bag.embedding_dim, _weight=bag.weight)
-        settings = {"optimizer": "sgd", "learning_rate": 0.5, "max_steps": 8, "save_every": None, **TRAININGS[name]}
+            model.left.backbone.embedding = nn.EmbeddingBag(
+                bag.num_embeddings, bag.embedding_dim, _weight=bag.weight
+            )
+        settings = {
+            "optimizer": "sgd",
+            "learning_rate": 0.5,
+            "max_steps": 8,
+            "save_every": None,
+            **TRAININGS[name],
+        }
         criterion = kind(num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.2)
         before = next(model.parameters()).detach().clone()
         train(tmp_path / folder, model=model, pairs=pairs, objective=criterion, **settings)

@@ -1,4 +1,5 @@
-"""Batches: this rank's slice, the same whatever the number of workers; the seeds of augmentation."""
+"""Batches: this rank's slice, the same whatever the number of workers; the seeds of
+augmentation."""
 
 import itertools
 
@@ -70,7 +71,10 @@ def test_augmentation_depends_on_seed_epoch_pair_and_side_alone():
     first = next(make_loader(seed=3).batches(PLAN, epoch=1))
     elsewhere = list(make_loader(seed=3).batches(PLAN[::-1].copy(), epoch=1))[-1]
     assert torch.equal(first.left["rows"], elsewhere.left["rows"])
-    for other in (make_loader(seed=4).batches(PLAN, epoch=1), make_loader(seed=3).batches(PLAN, epoch=2)):
+    for other in (
+        make_loader(seed=4).batches(PLAN, epoch=1),
+        make_loader(seed=3).batches(PLAN, epoch=2),
+    ):
         assert not torch.equal(first.left["rows"], next(other).left["rows"])
     seeds = set()
     for side, stream in itertools.product(("left", "right"), ("batch", "item")):
@@ -88,14 +92,18 @@ def test_ranks_together_hold_the_global_batch(world, monkeypatch):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         parts.append(list(make_loader(seed=1).batches(PLAN)))
     for number, batch in enumerate(whole):
-        assert torch.equal(torch.cat([part[number].left["rows"] for part in parts]), batch.left["rows"])
+        assert torch.equal(
+            torch.cat([part[number].left["rows"] for part in parts]), batch.left["rows"]
+        )
 
 
 def test_positives_are_listed_only_where_an_item_has_several():
     pairs = tiny_pairs(right_id=np.arange(24) // 2)
     batch = next(make_loader(pairs).batches(PLAN))
     assert batch.left_positives is None
-    for right_id, listed in zip(batch.right_id.tolist(), batch.right_positives.tolist(), strict=True):
+    for right_id, listed in zip(
+        batch.right_id.tolist(), batch.right_positives.tolist(), strict=True
+    ):
         assert listed == [2 * right_id, 2 * right_id + 1]
 
 
@@ -113,16 +121,22 @@ def test_weights_and_mined_negatives_come_with_their_pairs():
 def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs():
     pairs = tiny_pairs(negatives=[[(i + 1) % 24, (i + 2) % 24] for i in range(24)])
     batch = next(make_loader(pairs, seed=3).batches(PLAN))
-    seeds = [seed + number for seed in augmentation_seeds(3, 0, PLAN[0], "right") for number in (1, 2)]
+    seeds = [
+        seed + number for seed in augmentation_seeds(3, 0, PLAN[0], "right") for number in (1, 2)
+    ]
     items = [pairs.item("right", item_id) for item_id in batch.negative_id.tolist()]
     assert torch.equal(batch.negatives["rows"], NumbersPrepare()(items, seeds)["rows"])
 
 
 @pytest.mark.parametrize(("kind", "is_read"), [(InfoNCE, True), (ISIR, False)])
-def test_negatives_that_an_objective_does_not_take_are_not_read(tmp_path, monkeypatch, kind, is_read):
+def test_negatives_that_an_objective_does_not_take_are_not_read(
+    tmp_path, monkeypatch, kind, is_read
+):
     batches = []
     build = BatchLoader.build
-    monkeypatch.setattr(BatchLoader, "build", lambda *arguments: batches.append(build(*arguments)) or batches[-1])
+    monkeypatch.setattr(
+        BatchLoader, "build", lambda *arguments: batches.append(build(*arguments)) or batches[-1]
+    )
     pairs = tiny_pairs(12, negatives=[[(row + 1) % 12] for row in range(12)])
     objective = kind(num_left=12, num_right=12, temperature=0.2).double()
     train(tmp_path, pairs=pairs, objective=objective, max_steps=2, save_every=None)

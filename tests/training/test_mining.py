@@ -12,11 +12,17 @@ import torch
 
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders.dual import DualEncoder
-from dualenc.hard_negatives import Rule
+from dualenc.search.hard_negatives import Rule
 from dualenc.training.log import read_metrics
-from dualenc.training.mining import NegativeMiner
+from dualenc.training.mined_negatives import NegativeMiner
 from dualenc.training.settings import TrainerSettings
-from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs, vector_encoder, vector_pairs
+from tests.training.fakes import (
+    TinyEncoder,
+    tiny_objective,
+    tiny_pairs,
+    vector_encoder,
+    vector_pairs,
+)
 from tests.training.runs import train
 
 # Half of the right items have two pairs, and so have some left ones.
@@ -26,7 +32,8 @@ WIDE = Rule(num_negatives=3, relative=None)
 
 
 def text_pairs() -> PairDataset:
-    """Items 4 and 5 on the right are the same text, item 7 there is the left item 9, and item 8 cannot be read."""
+    """Items 4 and 5 on the right are the same text, item 7 there is the left item 9, and item 8
+    cannot be read."""
     pairs = tiny_pairs(left_id=LEFT_ID, right_id=RIGHT_ID)
     right: Any = pairs.right_items
     right[5] = right[4]
@@ -46,7 +53,8 @@ def parts(name: str, folder: Path) -> tuple[DualEncoder, PairDataset]:
 
 
 def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int, int]]:
-    """The negatives of each pair, and their ranks, from one item at a time and a full matrix of scores in float64."""
+    """The negatives of each pair, and their ranks, from one item at a time and a full matrix of
+    scores in float64."""
 
     def contents(item: Any) -> Any:
         return item.tobytes() if hasattr(item, "tobytes") else item
@@ -76,7 +84,11 @@ def by_hand(model: DualEncoder, pairs: PairDataset, rule: Rule) -> list[dict[int
         limit = np.inf
         if rule.relative is not None and readable:
             limit = np.mean(readable) - (1 - rule.relative) * abs(np.mean(readable))
-        window = [r for r in np.argsort(-scores[left_id]).tolist() if right[r] not in taken and r not in bad]
+        window = [
+            r
+            for r in np.argsort(-scores[left_id]).tolist()
+            if right[r] not in taken and r not in bad
+        ]
         for rank, row in enumerate(window[: rule.last_rank], start=1):
             is_new = right[row] not in {right[r] for r in chosen}
             if is_new and scores[left_id, row] <= limit and len(chosen) < rule.num_negatives:
@@ -91,7 +103,9 @@ def rows(pairs: PairDataset) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", ["text", "vectors", "mixture"])
-@pytest.mark.parametrize("rule", [WIDE, Rule(num_negatives=2, relative=0.9)], ids=["wide", "limited"])
+@pytest.mark.parametrize(
+    "rule", [WIDE, Rule(num_negatives=2, relative=0.9)], ids=["wide", "limited"]
+)
 def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule: Rule) -> None:
     model, pairs = parts(name, tmp_path)
     model.train()
@@ -103,9 +117,13 @@ def test_negatives_are_those_of_a_search_by_hand(tmp_path: Path, name: str, rule
     assert model.training
     assert all(tower.training for tower in (model.left, model.right))
     has_none = {int(left_id) for left_id, row in zip(pairs.left_id, expected) if not row}
-    assert report["without_negatives"] == pytest.approx(len(has_none) / len(np.unique(pairs.left_id)))
+    assert report["without_negatives"] == pytest.approx(
+        len(has_none) / len(np.unique(pairs.left_id))
+    )
     of_left = {int(left_id): list(row.values()) for left_id, row in zip(pairs.left_id, expected)}
-    assert report["mean_rank"] == pytest.approx(np.mean([rank for ranks in of_left.values() for rank in ranks]))
+    assert report["mean_rank"] == pytest.approx(
+        np.mean([rank for ranks in of_left.values() for rank in ranks])
+    )
 
 
 @pytest.mark.slow
@@ -130,10 +148,21 @@ def test_batches_have_the_negatives_that_the_model_mined_last(
         assert sorted(named["negative_id"].tolist()) == sorted(of_batch)
 
     objective.register_forward_pre_hook(compare, with_kwargs=True)
-    settings: dict[str, Any] = {"mine_every": every, "mine_negatives": 2, "mine_relative": None, "epochs": 4}
-    train(tmp_path, model=model, pairs=pairs, objective=objective, chunk_size=chunk_size, **settings)
+    settings: dict[str, Any] = {
+        "mine_every": every,
+        "mine_negatives": 2,
+        "mine_relative": None,
+        "epochs": 4,
+    }
+    train(
+        tmp_path, model=model, pairs=pairs, objective=objective, chunk_size=chunk_size, **settings
+    )
     assert calls == 16
     assert rows(pairs) == negatives
     lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "mined/seconds" in line]
-    assert [line["step"] for line in lines] == [4 * epoch + 1 for epoch in range(1, 4) if epoch % every == 0]
-    assert all(line["mined/mean_rank"] >= 1 and line["mined/without_negatives"] == 0 for line in lines)
+    assert [line["step"] for line in lines] == [
+        4 * epoch + 1 for epoch in range(1, 4) if epoch % every == 0
+    ]
+    assert all(
+        line["mined/mean_rank"] >= 1 and line["mined/without_negatives"] == 0 for line in lines
+    )

@@ -24,7 +24,10 @@ def mixed() -> Mixture:
 
 def joined(both: Mixture) -> PairDataset:
     """The same pairs as one source, read item by item."""
-    items = [[both.item(side, i) for i in range(n)] for side, n in (("left", both.num_left), ("right", both.num_right))]
+    items = [
+        [both.item(side, i) for i in range(n)]
+        for side, n in (("left", both.num_left), ("right", both.num_right))
+    ]
     columns = {"negatives": both.negatives, "weights": both.weights}
     return PairDataset(*items, both.left_id, both.right_id, **columns)
 
@@ -40,14 +43,25 @@ def test_a_plain_mixture_trains_the_model_of_one_source_with_all_pairs(tmp_path:
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_saved_folder_knows_the_prompts_of_its_sources(tmp_path: Path, shared: bool) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
-    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {
+        "model_type": "bert",
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     tokenizer = train_tokenizer(["a dog runs", "query: ask: x"] * 3, vocab_size=300)
     config |= {"intermediate_size": 16, "max_position_embeddings": 40}
     model = TextEncoder(config=config, tokenizer=tokenizer, query_prompt="query: ", shared=shared)
-    sources = {name: PairDataset([f"{name} {i}" for i in range(4)], ["a dog"] * 4) for name in ("asked", "told")}
+    sources = {
+        name: PairDataset([f"{name} {i}" for i in range(4)], ["a dog"] * 4)
+        for name in ("asked", "told")
+    }
     pairs = Mixture(sources, left_prompts={"asked": "ask: "})
     result = train(tmp_path, model=model, pairs=pairs, objective=InfoNCE(), batch_size=4, epochs=1)
-    assert "asked (4 pairs, weight 1, left prompt 'ask: '); told (4 pairs" in (tmp_path / "model/README.md").read_text()
+    assert (
+        "asked (4 pairs, weight 1, left prompt 'ask: '); told (4 pairs"
+        in (tmp_path / "model/README.md").read_text()
+    )
     theirs = sentence_transformers.SentenceTransformer(str(result.model_folder), device="cpu")
     with torch.no_grad():
         ours = model.eval()("left", model.left.prepare(["ask: asked 1"]))

@@ -39,7 +39,10 @@ def test_norms_biases_and_the_temperature_do_not_decay():
     ("name", "reference"),
     [
         ("adamw", lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
-        ("sgd", lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1, momentum=0.7, nesterov=True)),
+        (
+            "sgd",
+            lambda p: torch.optim.SGD(p, lr=0.01, weight_decay=0.1, momentum=0.7, nesterov=True),
+        ),
     ],
 )
 def test_updates_are_those_of_torch(name, reference):
@@ -57,7 +60,8 @@ def test_updates_are_those_of_torch(name, reference):
 
 @pytest.mark.parametrize(("weight_decay", "momentum"), [(0.0, 0.9), (0.1, 0.0), (0.1, 0.9)])
 def test_lars_is_algorithm_1_for_matrices_and_sgd_for_the_rest(weight_decay, momentum):
-    """You et al. 2017, arXiv:1708.03888: one parameter at a time, with the learning rate outside the momentum."""
+    """You et al. 2017, arXiv:1708.03888: one parameter at a time, with the learning rate outside
+    the momentum."""
     draw = torch.Generator().manual_seed(0)
     layer = nn.Linear(4, 3, dtype=torch.float64)
     optimizer = build_optimizer([layer], "lars", 0.3, weight_decay=weight_decay, momentum=momentum)
@@ -68,7 +72,9 @@ def test_lars_is_algorithm_1_for_matrices_and_sgd_for_the_rest(weight_decay, mom
             g = parameter.grad = torch.randn(w.shape, generator=draw, dtype=torch.float64)
             decay, rate = 0.0, 1.0
             if w.dim() == 2:
-                weight_norm, gradient_norm = (sum(x * x for x in t.flatten()) ** 0.5 for t in (w, g))
+                weight_norm, gradient_norm = (
+                    sum(x * x for x in t.flatten()) ** 0.5 for t in (w, g)
+                )
                 decay = weight_decay
                 rate = 0.001 * weight_norm / (gradient_norm + decay * weight_norm + 1e-8)
             velocity[i] = momentum * velocity[i] + rate * (g + decay * w)
@@ -96,7 +102,10 @@ def test_each_name_is_one_of_timms_whose_state_survives_a_round_trip(name, tmp_p
     optimizers[1].load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     for layer, optimizer in zip(layers, optimizers, strict=True):
         step(layer, optimizer, 0.5)
-    assert all(torch.equal(a, b) for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True)
+    )
 
 
 def rates(name, total, **arguments):
@@ -112,10 +121,20 @@ def rates(name, total, **arguments):
 
 @pytest.mark.parametrize(
     ("name", "warmup", "steps"),
-    [("cosine", 0, 0), ("cosine", 0.3, 6), ("linear", 4, 4), ("linear", 20, 20), ("constant", 4, 4)],
+    [
+        ("cosine", 0, 0),
+        ("cosine", 0.3, 6),
+        ("linear", 4, 4),
+        ("linear", 20, 20),
+        ("constant", 4, 4),
+    ],
 )
 def test_rates_are_those_of_the_formula(name, warmup, steps):
-    decay = {"cosine": lambda p: (1 + math.cos(math.pi * p)) / 2, "linear": lambda p: 1 - p, "constant": lambda _: 1.0}
+    decay = {
+        "cosine": lambda p: (1 + math.cos(math.pi * p)) / 2,
+        "linear": lambda p: 1 - p,
+        "constant": lambda _: 1.0,
+    }
     expected = [2.0 * (k + 1) / steps for k in range(steps)]
     expected += [2.0 * decay[name](k / (20 - steps)) for k in range(20 - steps)]
     assert rates(name, 20, warmup=warmup) == pytest.approx(expected, rel=1e-12)

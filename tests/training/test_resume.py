@@ -39,7 +39,10 @@ def unbroken(tmp_path_factory):
 
 def mixture(**options):
     pairs = Mixture({"many": tiny_pairs(24), "few": tiny_pairs(14, seed=1)}, **options)
-    return {"pairs": pairs, "objective": SogCLR(num_left=pairs.num_left, num_right=pairs.num_right).double()}
+    return {
+        "pairs": pairs,
+        "objective": SogCLR(num_left=pairs.num_left, num_right=pairs.num_right).double(),
+    }
 
 
 def vectors(folder):
@@ -57,7 +60,8 @@ def table(**settings):
 
 MINED = {"mine_every": 1, "mine_negatives": 2, "mine_relative": None}
 
-# What is trained, at which batch it is killed, and the arguments of `train`, made anew for each part of the run.
+# What is trained, at which batch it is killed, and the arguments of `train`, made anew for each
+# part of the run.
 CASES = {
     "first step": (1, lambda folder: {}),
     "before a checkpoint": (6, lambda folder: {}),
@@ -89,10 +93,14 @@ def test_killed_and_resumed_equals_unbroken(tmp_path, name):
     result = train(whole, **changes(tmp_path))
     assert run_and_die(train_and_die, broken, killed_at, changes(tmp_path)) == -signal.SIGKILL
     assert not (broken / "model").exists()
-    assert (broken / ".lock").read_text().startswith("process "), "the lock of a killed run is no obstacle"
+    assert (broken / ".lock").read_text().startswith("process "), (
+        "the lock of a killed run is no obstacle"
+    )
     assert train(broken, resume=True, **changes(tmp_path)).steps == result.steps
     assert same(weights(broken), weights(whole))
-    for ours, theirs in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (broken, whole)), strict=True):
+    for ours, theirs in zip(
+        *(read_metrics(folder / "metrics.jsonl") for folder in (broken, whole)), strict=True
+    ):
         assert ours["step"] == theirs["step"]
         for key in set(theirs) & {"loss", "learning_rate", "mined/mean_rank", "selection/loss"}:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-12)
@@ -117,7 +125,9 @@ def die_while_writing(output: Path, at_save: int) -> None:
 @pytest.mark.slow
 def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, unbroken):
     assert run_and_die(die_while_writing, tmp_path, 3) == -signal.SIGKILL
-    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith("."))
+    names = sorted(
+        path.name for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".")
+    )
     assert names == ["step-00000002", "step-00000004"]
     train(tmp_path, resume=True)
     assert same(weights(tmp_path), weights(unbroken))
@@ -125,20 +135,26 @@ def test_a_kill_in_the_middle_of_writing_leaves_the_checkpoint_before(tmp_path, 
 
 
 @pytest.mark.slow
-def test_resuming_a_finished_run_changes_nothing_and_nothing_starts_from_the_beginning(tmp_path, unbroken):
+def test_resuming_a_finished_run_changes_nothing_and_nothing_starts_from_the_beginning(
+    tmp_path, unbroken
+):
     for _ in range(2):
         assert train(tmp_path, resume=True).steps == 12
         assert same(weights(tmp_path), weights(unbroken))
 
 
 @pytest.mark.parametrize("keep_best", [True, False])
-def test_a_finished_run_whose_model_folder_is_gone_saves_the_last_weights(tmp_path, capsys, keep_best):
+def test_a_finished_run_whose_model_folder_is_gone_saves_the_last_weights(
+    tmp_path, capsys, keep_best
+):
     settings = {"evaluate_every": 4, "save_every": 4, "keep_best": keep_best}
     train(tmp_path, evaluator=FixedEvaluator(0, 0.9, 0.1, 0.2), **settings)
     shutil.rmtree(tmp_path / "model")
     model = TinyEncoder(dropout=0.2)
     result = train(tmp_path, evaluator=FixedEvaluator(), resume=True, model=model, **settings)
-    assert ("model is gone, and the weights of the best step, 4" in capsys.readouterr().err) is keep_best
+    assert (
+        "model is gone, and the weights of the best step, 4" in capsys.readouterr().err
+    ) is keep_best
     assert same(weights(tmp_path), dict(model.state_dict()))
     assert result.metrics == {"score": 0.2}
 
@@ -157,9 +173,15 @@ def changed(name):
         ({"learning_rate": 0.03}, "trainer.learning_rate was 0.02 and is now 0.03"),
         ({"batch_size": 8}, "trainer.batch_size was 6 and is now 8"),
         ({"model": TinyEncoder(shared=True)}, r"model.weights was .* and is now"),
-        ({"objective": tiny_objective(tiny_pairs(), seed=1)}, r"objective\.seed was 0 and is now 1"),
+        (
+            {"objective": tiny_objective(tiny_pairs(), seed=1)},
+            r"objective\.seed was 0 and is now 1",
+        ),
         ({"objective": make(SogCLR)}, r"objective was 'InfoNCE' and is now 'SogCLR'"),
-        ({"pairs": changed("left_items")}, r"other data: data.left_items was '\w+' and is now '\w+'"),
+        (
+            {"pairs": changed("left_items")},
+            r"other data: data.left_items was '\w+' and is now '\w+'",
+        ),
         ({"pairs": changed("right_id")}, "other data: data.pairs was"),
     ],
 )
@@ -183,7 +205,9 @@ def test_frozen_weights_are_not_in_checkpoints_and_others_are_refused(tmp_path):
 
 def test_other_evaluations_are_no_other_run(tmp_path, unbroken):
     first = train(tmp_path, evaluator=FixedEvaluator(0, 1, 0.5), evaluate_every=3, patience=1)
-    rest = train(tmp_path, evaluator=FixedEvaluator(0.5, 2), evaluate_every=4, patience=3, resume=True)
+    rest = train(
+        tmp_path, evaluator=FixedEvaluator(0.5, 2), evaluate_every=4, patience=3, resume=True
+    )
     assert (first.steps, rest.steps, rest.metrics) == (6, 12, {"score": 2})
     assert same(weights(tmp_path), weights(unbroken))
 
@@ -202,7 +226,9 @@ class OnCollection(FixedEvaluator, Evaluator):
 @pytest.mark.parametrize("change", [{"primary": "other"}, {"data": "small"}])
 def test_the_best_of_another_evaluator_is_found_anew(tmp_path, change):
     train(tmp_path, evaluator=OnCollection(0, 9, 8), evaluate_every=3, patience=1)
-    rest = train(tmp_path, evaluator=OnCollection(2, 1, **change), evaluate_every=3, resume=True, patience=3)
+    rest = train(
+        tmp_path, evaluator=OnCollection(2, 1, **change), evaluate_every=3, resume=True, patience=3
+    )
     assert rest.metrics == {change.get("primary", "score"): 2}
 
 
@@ -232,14 +258,19 @@ def test_other_batches_are_not_resumed(tmp_path):
     pairs = tiny_pairs()
     train(tmp_path, pairs=pairs, batching=RandomBatches(24, 6), max_steps=3)
     with pytest.raises(DualencError, match=r"batching\.seed was 0 and is now 7"):
-        train(tmp_path, pairs=pairs, batching=RandomBatches(24, 6, seed=7), max_steps=3, resume=True)
+        train(
+            tmp_path, pairs=pairs, batching=RandomBatches(24, 6, seed=7), max_steps=3, resume=True
+        )
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"weights": {"few": 3.0}}, "data.few.weight was '2' and is now '3'"),
-        ({"weights": {"few": 2.0}, "batches": "one_source"}, "data.batches was 'mixed' and is now 'one_source'"),
+        (
+            {"weights": {"few": 2.0}, "batches": "one_source"},
+            "data.batches was 'mixed' and is now 'one_source'",
+        ),
     ],
 )
 def test_a_changed_mixture_is_not_resumed(tmp_path, options, message):

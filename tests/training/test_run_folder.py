@@ -1,4 +1,5 @@
-"""The folder of a run: locked, no trace of mistakes, nothing foreign replaced; checkpoints complete or absent."""
+"""The folder of a run: locked, no trace of mistakes, nothing foreign replaced; checkpoints complete
+or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from dualenc.errors import DualencError
-from dualenc.reading import read_json
+from dualenc.io.reading import read_json
 from dualenc.seeds import preserve_random_state, seed_everything
 from dualenc.training import checkpoint as run_folder
 from dualenc.training.checkpoint import Checkpoints
@@ -27,7 +28,10 @@ from tests.training.test_signals import wait_for
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Every file below a folder with its contents, every folder with None."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in folder.rglob("*")
+    }
 
 
 @pytest.mark.slow
@@ -36,7 +40,9 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothin
     (process,) = launch(tmp_path, small_run, run, delay=0.1)
     wait_for(run / "metrics.jsonl")
     for changes in ({"resume": True}, {"overwrite": True}, {}):
-        with pytest.raises(DualencError, match=f"a run is going on in this folder .process {process.pid} on "):
+        with pytest.raises(
+            DualencError, match=f"a run is going on in this folder .process {process.pid} on "
+        ):
             train(run, model=TinyEncoder(), **changes)
     returncode, errors = process.end()
     assert returncode == 0, errors
@@ -86,13 +92,19 @@ MISTAKES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")]
+)
 def test_a_mistake_before_the_first_step_leaves_no_folder_or_an_earlier_run(tmp_path, name, how):
     run = tmp_path / "a" / "b"
     with pytest.raises(DualencError):
         train(run, **MISTAKES[name]())
     assert list(tmp_path.iterdir()) == []
-    train(run, evaluator=FixedEvaluator(0.1, 0.2), **({"max_steps": 5, "epochs": None} if how == "resume" else {}))
+    train(
+        run,
+        evaluator=FixedEvaluator(0.1, 0.2),
+        **({"max_steps": 5, "epochs": None} if how == "resume" else {}),
+    )
     before = contents(run)
     with pytest.raises(DualencError):
         train(run, **MISTAKES[name](), **{how: True})
@@ -106,11 +118,19 @@ def test_a_run_is_overwritten_on_demand_alone_and_then_whole(tmp_path):
     with pytest.raises(DualencError, match=r"holds a run already .*--resume"):
         train(tmp_path, max_steps=1)
     train(tmp_path, max_steps=3, overwrite=True, save_every=None)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["meta.json", "metrics.jsonl", "model", "notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "meta.json",
+        "metrics.jsonl",
+        "model",
+        "notes.txt",
+    ]
 
 
 FOREIGN = {
-    "files of a run's names": {"recipe.yaml": "mine", "metrics.jsonl": '{"step": 1, "loss": 2.0}\n'},
+    "files of a run's names": {
+        "recipe.yaml": "mine",
+        "metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
+    },
     "other files": {"thesis/chapter.txt": "years of work"},
     "another meta.json": {"meta.json": '{"format": "something else"}'},
 }
@@ -130,7 +150,10 @@ def test_a_folder_of_other_files_is_refused_and_stays(tmp_path, name, how):
 
 def test_an_output_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    for output, message in (("", "output is empty"), (tmp_path / "file" / "run", "file/run: cannot be made")):
+    for output, message in (
+        ("", "output is empty"),
+        (tmp_path / "file" / "run", "file/run: cannot be made"),
+    ):
         with pytest.raises(DualencError, match=message):
             train(output)
 
@@ -145,7 +168,9 @@ def test_the_latest_state_and_the_generators_come_back(tmp_path):
     for step in (1, 9, 10):
         checkpoints.save(step, {})
     seed_everything(1)
-    checkpoints.save(100, {"weights": torch.arange(3), "nested": {"lr": 0.1, "names": ["a"], "pair": (1, None)}})
+    checkpoints.save(
+        100, {"weights": torch.arange(3), "nested": {"lr": 0.1, "names": ["a"], "pair": (1, None)}}
+    )
     with preserve_random_state():
         expected = draws()
     assert draws() == expected
@@ -156,10 +181,16 @@ def test_the_latest_state_and_the_generators_come_back(tmp_path):
     assert state["weights"].tolist() == [0, 1, 2]
     assert state["nested"] == {"lr": 0.1, "names": ["a"], "pair": (1, None)}
     assert draws() == expected
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-00000010", "step-00000100"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "notes.txt",
+        "step-00000010",
+        "step-00000100",
+    ]
 
 
-@pytest.mark.parametrize(("name", "damage"), [("state.pt", "missing"), ("state.pt", "short"), ("meta.json", "missing")])
+@pytest.mark.parametrize(
+    ("name", "damage"), [("state.pt", "missing"), ("state.pt", "short"), ("meta.json", "missing")]
+)
 def test_an_incomplete_checkpoint_is_named_with_the_remedy(tmp_path, name, damage):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"step": 1})
@@ -183,7 +214,9 @@ def test_one_flipped_bit_is_found_and_the_remedy_is_named(tmp_path):
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DualencError, match=r"state.pt: corrupt.*; remove the folder .*step-00000001"):
+    with pytest.raises(
+        DualencError, match=r"state.pt: corrupt.*; remove the folder .*step-00000001"
+    ):
         checkpoints.load_latest(seed=0)
 
 

@@ -31,7 +31,9 @@ def test_embeddings_of_an_epoch_select_the_next_ones_batches():
     report = plan.start_epoch(1)
     expected = selector.select(1, left.astype(np.float16), right.astype(np.float16))
     assert np.array_equal(plan.batches(1), expected)
-    losses = batch_losses(*(side.astype(np.float16).astype(np.float32) for side in (left, right)), expected, 0.1)
+    losses = batch_losses(
+        *(side.astype(np.float16).astype(np.float32) for side in (left, right)), expected, 0.1
+    )
     assert report["loss"] == pytest.approx(losses.mean())
     assert report["loss"] > report["random_loss"]
     assert report.keys() == {"loss", "random_loss", "seconds"}
@@ -57,7 +59,9 @@ def test_the_number_of_batches_is_known_beforehand():
     random = BatchPlan(RandomBatches(24, 5), 24)
     assert random.num_steps(epochs=3) == 12
     observe(random, *embeddings(), step=1)
-    assert random.start_epoch(1) == random.state_dict() == {}, "without embeddings there is no table"
+    assert random.start_epoch(1) == random.state_dict() == {}, (
+        "without embeddings there is no table"
+    )
 
 
 def test_the_table_holds_the_latest_row_of_each_pair():

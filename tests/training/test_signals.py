@@ -1,4 +1,5 @@
-"""Kills for real: signals and Ctrl-C save and stop, on one process and on two; lost and hung ranks are reported."""
+"""Kills for real: signals and Ctrl-C save and stop, on one process and on two; lost and hung ranks
+are reported."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def wait_for(path: Path, seconds: float = 120) -> None:
 
 
 def saved_step(output: Path) -> int:
-    return max(int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*"))
+    return max(
+        int(path.name.removeprefix("step-")) for path in (output / "checkpoints").glob("step-*")
+    )
 
 
 def assert_made_up_for(folder: Path, **settings) -> None:
@@ -35,7 +38,13 @@ def assert_made_up_for(folder: Path, **settings) -> None:
     for name, resume in (("run", True), ("whole", False)):
         evaluator = SlowEvaluator(0, folder / "evaluating")
         train(folder / name, model=TinyEncoder(), evaluator=evaluator, resume=resume, **settings)
-        found.append([line for line in read_metrics(folder / name / "metrics.jsonl") if "evaluation/score" in line])
+        found.append(
+            [
+                line
+                for line in read_metrics(folder / name / "metrics.jsonl")
+                if "evaluation/score" in line
+            ]
+        )
     assert same(weights(folder / "run"), weights(folder / "whole"))
     assert found[0] == found[1]
 
@@ -47,12 +56,15 @@ def assert_made_up_for(folder: Path, **settings) -> None:
         (signal.SIGTERM, 143, False, {"gradient_accumulation": 2, "dropout": 0.2}),
         (signal.SIGUSR1, 128 + signal.SIGUSR1, False, {}),
         (signal.SIGINT, 130, False, {}),
-        # As SLURM sends it, and `timeout` and a terminal; data workers must live until the checkpoint.
+        # As SLURM sends it, and `timeout` and a terminal; data workers must live until the
+        # checkpoint.
         (signal.SIGTERM, 143, True, {"num_workers": 2}),
         (signal.SIGINT, 130, True, {"num_workers": 2}),
     ],
 )
-def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, number, code, to_group, settings):
+def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(
+    tmp_path, number, code, to_group, settings
+):
     run = tmp_path / "run"
     (process,) = launch(tmp_path, small_run, run, delay=0.1, save_every=1000, **settings)
     wait_for(run / "metrics.jsonl")
@@ -60,7 +72,10 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(tmp_path, num
     returncode, errors = process.end()
     assert returncode == code, errors
     step = saved_step(run)
-    assert f"stopped by {number.name} after step {step}: its checkpoint is in {run / 'checkpoints'}" in errors
+    assert (
+        f"stopped by {number.name} after step {step}: its checkpoint is in {run / 'checkpoints'}"
+        in errors
+    )
     assert "Traceback" not in errors
     assert not (run / "model").exists()
     assert not (run / ".lock").exists()
@@ -85,12 +100,19 @@ def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 12])
 def test_an_evaluation_that_was_due_when_the_run_was_stopped_is_made_up_for(tmp_path, at):
-    """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after resuming."""
+    """Who is asked to stop may have seconds left, and an evaluation takes minutes: it comes after
+    resuming."""
     settings = {"evaluate_every": 2, "save_every": 1000}
     evaluator = SlowEvaluator(0, tmp_path / "evaluating")
     with pytest.raises(SystemExit) as stopped:
         objective = signalled(signal.SIGTERM, at)
-        train(tmp_path / "run", model=TinyEncoder(), objective=objective, evaluator=evaluator, **settings)
+        train(
+            tmp_path / "run",
+            model=TinyEncoder(),
+            objective=objective,
+            evaluator=evaluator,
+            **settings,
+        )
     assert stopped.value.code == 143
     assert evaluator.calls == at // 2  # one before the training, none at the last step
     assert_made_up_for(tmp_path, **settings)
@@ -162,7 +184,9 @@ def signalled(number: int, at: int):
     """An objective in whose call the process sends itself a signal."""
     objective = tiny_objective(tiny_pairs())
     steps = iter(range(1, 100))
-    objective.register_forward_pre_hook(lambda *_: signal.raise_signal(number) if next(steps) == at else None)
+    objective.register_forward_pre_hook(
+        lambda *_: signal.raise_signal(number) if next(steps) == at else None
+    )
     return objective
 
 
@@ -228,7 +252,9 @@ def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path):
     ("is_killed", "message"),
     [(True, "is lost: it has ended or was killed"), (False, "did not answer in time")],
 )
-def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(tmp_path, is_killed, message):
+def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(
+    tmp_path, is_killed, message
+):
     run = tmp_path / "run"
     settings = {"delay": 0.1} if is_killed else {"hang": (1, 4, 60), "timeout_minutes": 0.05}
     ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, **settings)

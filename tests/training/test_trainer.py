@@ -16,14 +16,31 @@ from accelerate import Accelerator
 from dualenc.batching import RandomBatches, SpectralBatches
 from dualenc.data import ImageViews, Mixture
 from dualenc.errors import DualencError
-from dualenc.objectives import EMC2, ISIR, GlobalCache, InfoNCE, Matryoshka, NegativeCache, SogCLR, base
+from dualenc.objectives import (
+    EMC2,
+    ISIR,
+    GlobalCache,
+    InfoNCE,
+    Matryoshka,
+    NegativeCache,
+    SogCLR,
+    base,
+)
 from dualenc.training import trainer as trainer_module
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.trainer import Trainer
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, vector_encoder, vector_pairs, weights
+from tests.training.fakes import (
+    TinyEncoder,
+    same,
+    tiny_objective,
+    tiny_pairs,
+    vector_encoder,
+    vector_pairs,
+    weights,
+)
 from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
 
 
@@ -50,39 +67,66 @@ class Given:
 
 @pytest.mark.parametrize("changes", [{}, {"chunk_size": 4}])
 def test_accumulated_batches_make_one_step_with_their_mean_gradient(tmp_path, changes):
-    """Three batches of a group, the second group cut short: against a loop with torch's own optimizer."""
+    """Three batches of a group, the second group cut short: against a loop with torch's own
+    optimizer."""
     pairs, batches, model = tiny_pairs(), np.arange(24).reshape(4, 6), TinyEncoder()
-    settings = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "warmup": 0, "schedule": "constant"}
-    settings |= {"epochs": 1, "gradient_accumulation": 3, "max_gradient_norm": None, "on_error": "raise"}
+    settings = {
+        "optimizer": "sgd",
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "warmup": 0,
+        "schedule": "constant",
+    }
+    settings |= {
+        "epochs": 1,
+        "gradient_accumulation": 3,
+        "max_gradient_norm": None,
+        "on_error": "raise",
+    }
     trained = tiny_objective(pairs)
     train(tmp_path, model=model, objective=trained, batching=Given(batches), **settings, **changes)
     expected, objective = TinyEncoder(), tiny_objective(pairs)
     optimizer = torch.optim.SGD([*expected.parameters(), *objective.parameters()], lr=0.02)
-    loaded = list(BatchLoader(pairs, expected.left.prepare, expected.right.prepare).batches(batches))
+    loaded = list(
+        BatchLoader(pairs, expected.left.prepare, expected.right.prepare).batches(batches)
+    )
     for group in (loaded[:3], loaded[3:]):
         optimizer.zero_grad()
         for batch in group:
             left, right = expected("left", batch.left), expected("right", batch.right)
             (objective(left, right, batch.left_id, batch.right_id).loss / len(group)).backward()
         optimizer.step()
-    for ours, theirs in zip([*model.parameters(), *trained.parameters()], optimizer.param_groups[0]["params"]):
+    for ours, theirs in zip(
+        [*model.parameters(), *trained.parameters()], optimizer.param_groups[0]["params"]
+    ):
         assert torch.allclose(ours, theirs, rtol=1e-10)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_auto_is_bf16_where_it_is_fast_and_runs_of_different_precision_may_follow(tmp_path, monkeypatch, is_fast):
+def test_auto_is_bf16_where_it_is_fast_and_runs_of_different_precision_may_follow(
+    tmp_path, monkeypatch, is_fast
+):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": is_fast})
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_fast)
-    for precision, expected in (("no", "no"), ("auto", "bf16" if is_fast else "no"), ("bf16", "bf16"), ("no", "no")):
+    for precision, expected in (
+        ("no", "no"),
+        ("auto", "bf16" if is_fast else "no"),
+        ("bf16", "bf16"),
+        ("no", "no"),
+    ):
         settings = TrainerSettings(output=tmp_path, mixed_precision=precision)
         accelerator = start_accelerator(settings, tmp_path)
         assert accelerator.mixed_precision == expected
         with accelerator.autocast():
-            product = torch.ones(2, 2, device=accelerator.device) @ torch.ones(2, 2, device=accelerator.device)
+            product = torch.ones(2, 2, device=accelerator.device) @ torch.ones(
+                2, 2, device=accelerator.device
+            )
         assert product.dtype == (torch.bfloat16 if expected == "bf16" else torch.float32)
 
 
-def test_the_scaler_of_float16_leaves_gradients_as_they_are_and_skips_a_step_that_overflows(tmp_path, monkeypatch):
+def test_the_scaler_of_float16_leaves_gradients_as_they_are_and_skips_a_step_that_overflows(
+    tmp_path, monkeypatch
+):
     """Powers of two scale exactly; a gradient that is not finite changes no weight."""
     scales = iter([2.0**10, math.inf])
 
@@ -142,11 +186,19 @@ def test_compiled_towers_train_to_the_same_weights(tmp_path):
     for compiled in (False, True):
         torch._dynamo.reset()
         model, objective = vector_encoder(), tiny_objective(pairs).float()
-        train(tmp_path / str(compiled), model=model, pairs=pairs, objective=objective, compile=compiled)
+        train(
+            tmp_path / str(compiled),
+            model=model,
+            pairs=pairs,
+            objective=objective,
+            compile=compiled,
+        )
         assert (model.left._compiled_call_impl is not None) == compiled
         runs[compiled] = weights(tmp_path / str(compiled))
     assert runs[True].keys() == runs[False].keys(), "compiling changes no name"
-    assert all(torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True])
+    assert all(
+        torch.allclose(runs[True][name], runs[False][name], atol=1e-5) for name in runs[True]
+    )
 
 
 @pytest.mark.slow
@@ -157,13 +209,19 @@ def test_evaluating_does_not_change_the_training(tmp_path):
 
 
 def test_the_best_weights_are_kept_and_the_card_tells_their_metrics(tmp_path):
-    """Evaluations before training and at steps 4, 8 and 12; the best trained ones are those of step 8."""
+    """Evaluations before training and at steps 4, 8 and 12; the best trained ones are those of step
+    8."""
     evaluator = FixedEvaluator(0.9, 0.1, 0.5, 0.3)
     evaluator.data = ("mine", "dev")
     result = train(tmp_path / "best", evaluator=evaluator, evaluate_every=4)
     assert (result.before, result.metrics) == ({"score": 0.9}, {"score": 0.5})
     card = (tmp_path / "best" / "model" / "README.md").read_text()
-    for line in ("| score | 0.9000 | 0.5000 |", "InfoNCE, 8 steps with batches of 6.", "rate: 0.02", "mine, dev"):
+    for line in (
+        "| score | 0.9000 | 0.5000 |",
+        "InfoNCE, 8 steps with batches of 6.",
+        "rate: 0.02",
+        "mine, dev",
+    ):
         assert line in card
     train(tmp_path / "last", evaluator=FixedEvaluator(), keep_best=False)
     assert not same(weights(tmp_path / "best"), weights(tmp_path / "last"))
@@ -176,7 +234,11 @@ def test_it_stops_when_nothing_gets_better_and_stays_stopped(tmp_path):
     again = train(tmp_path, evaluator=FixedEvaluator(0.99), resume=True, **settings)
     assert result.steps == again.steps == 5
     assert result.metrics == again.metrics == {"score": 0.6}
-    evaluated = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "evaluation/score" in line]
+    evaluated = [
+        line["step"]
+        for line in read_metrics(tmp_path / "metrics.jsonl")
+        if "evaluation/score" in line
+    ]
     assert evaluated == [0, 1, 2, 3, 4, 5]
 
 
@@ -188,12 +250,22 @@ def test_a_number_is_better_than_nan_and_nan_is_no_improvement(tmp_path):
 def test_the_log_tells_loss_rate_and_objective_metrics_and_trackers_get_them(tmp_path, monkeypatch):
     computed, compute, tracked = [], base.batch_metrics, []
     monkeypatch.setattr(base, "batch_metrics", lambda *given: computed.append(1) or compute(*given))
-    monkeypatch.setattr(Accelerator, "log", lambda _, values, step: tracked.append({"step": step, **values}))
+    monkeypatch.setattr(
+        Accelerator, "log", lambda _, values, step: tracked.append({"step": step, **values})
+    )
     train(tmp_path, evaluator=FixedEvaluator(0.1, 0.2), keep_best=False)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert lines[0] == {"step": 0, "evaluation/score": 0.1}
     assert [line["step"] for line in lines if "loss" in line] == [3, 6, 9, 12]
-    expected = {"loss", "learning_rate", "epoch", "samples_per_second", "accuracy", "temperature", "gradient_norm"}
+    expected = {
+        "loss",
+        "learning_rate",
+        "epoch",
+        "samples_per_second",
+        "accuracy",
+        "temperature",
+        "gradient_norm",
+    }
     assert expected < lines[1].keys()
     assert lines[-1] == {"step": 12, "evaluation/score": 0.2}
     assert len(computed) == 4, "metrics are computed for the steps that are logged"
@@ -245,10 +317,16 @@ def test_bad_samples_are_counted(tmp_path):
         train(tmp_path / "strict", pairs=tiny_pairs(bad=(3,)), on_error="raise")
 
 
-@pytest.mark.parametrize("changes", [{}, {"max_steps": 2}, {"evaluate_every": 1, "patience": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"max_steps": 2}, {"evaluate_every": 1, "patience": 1}], ids=str
+)
 def test_a_training_in_which_no_pair_can_be_read_is_refused(tmp_path, changes):
-    with pytest.raises(DualencError, match=r"no pair could be read; the first: pair (\d+): row \1: not"):
-        train(tmp_path, pairs=tiny_pairs(bad=tuple(range(24))), evaluator=FixedEvaluator(), **changes)
+    with pytest.raises(
+        DualencError, match=r"no pair could be read; the first: pair (\d+): row \1: not"
+    ):
+        train(
+            tmp_path, pairs=tiny_pairs(bad=tuple(range(24))), evaluator=FixedEvaluator(), **changes
+        )
     assert "patience" in changes or not (tmp_path / "model").exists()
 
 
@@ -266,7 +344,10 @@ class ExplodesAt(InfoNCE):
 def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path):
     with pytest.raises(DualencError, match=r"step 7: the loss is not finite; .*now 0.02"):
         train(tmp_path, objective=ExplodesAt(num_left=24).double())
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000006",
+    ]
     assert not (tmp_path / "model").exists()
 
 
@@ -334,25 +415,60 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
         ({"freeze": ["*"], "objective": InfoNCE(num_left=24)}, "nothing to train"),
         ({"patience": 2, "evaluate_every": 1}, "there is no evaluator"),
-        ({"evaluator": FixedEvaluator(primary="scor")}, r"evaluator.primary is 'scor' \(did you mean score\?\)"),
+        (
+            {"evaluator": FixedEvaluator(primary="scor")},
+            r"evaluator.primary is 'scor' \(did you mean score\?\)",
+        ),
         ({"evaluator": Declared()}, "the left side of the evaluator is image"),
         ({"pairs": tiny_pairs(right_modality="image")}, "the right side of the pairs is image"),
-        ({"objective": EMC2(num_left=24), "batching": SpectralBatches(24, 6)}, r"SpectralBatches .*proposals=64"),
-        ({"pairs": WEIGHED, "objective": ISIR(**SIZES)}, "MixtureBatches chooses the batches, but ISIR .*proposals=64"),
-        ({"pairs": WEIGHED, "objective": GlobalCache(**SIZES)}, "GlobalCache as set assumes random ones"),
-        ({"pairs": WEIGHED, "batching": SpectralBatches(38, 6)}, "which SpectralBatches does not know"),
+        (
+            {"objective": EMC2(num_left=24), "batching": SpectralBatches(24, 6)},
+            r"SpectralBatches .*proposals=64",
+        ),
+        (
+            {"pairs": WEIGHED, "objective": ISIR(**SIZES)},
+            "MixtureBatches chooses the batches, but ISIR .*proposals=64",
+        ),
+        (
+            {"pairs": WEIGHED, "objective": GlobalCache(**SIZES)},
+            "GlobalCache as set assumes random ones",
+        ),
+        (
+            {"pairs": WEIGHED, "batching": SpectralBatches(38, 6)},
+            "which SpectralBatches does not know",
+        ),
         ({"mine_every": 3}, "mine_every is 3, and training ends before"),
         ({"mine_every": 1, "epochs": 1}, "mine_every is 1, and training ends before"),
-        ({"mine_every": 1, "epochs": 9, "max_steps": 4}, "mine_every is 1, and training ends before"),
-        ({"mine_every": 2, "epochs": None, "max_steps": 8}, "mine_every is 2, and training ends before"),
-        ({"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)}, "two views of images"),
+        (
+            {"mine_every": 1, "epochs": 9, "max_steps": 4},
+            "mine_every is 1, and training ends before",
+        ),
+        (
+            {"mine_every": 2, "epochs": None, "max_steps": 8},
+            "mine_every is 2, and training ends before",
+        ),
+        (
+            {"mine_every": 1, "pairs": views(), "objective": SogCLR(num_left=24, views=True)},
+            "two views of images",
+        ),
         ({"mine_every": 1, "objective": ISIR(num_left=24)}, "ISIR takes none"),
-        ({"pairs": views(), "objective": SogCLR(num_left=24)}, "SogCLR compares left .*; give it views=True"),
-        ({"pairs": views(), "objective": Matryoshka(InfoNCE(), [5])}, "data is two views of each image"),
-        ({"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")}, "one_source keeps apart"),
+        (
+            {"pairs": views(), "objective": SogCLR(num_left=24)},
+            "SogCLR compares left .*; give it views=True",
+        ),
+        (
+            {"pairs": views(), "objective": Matryoshka(InfoNCE(), [5])},
+            "data is two views of each image",
+        ),
+        (
+            {"mine_every": 1, "pairs": Mixture({"one": tiny_pairs()}, batches="one_source")},
+            "one_source keeps apart",
+        ),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_any_work(tmp_path: Path, changes: dict[str, Any], message: str):
+def test_parts_that_do_not_fit_are_refused_before_any_work(
+    tmp_path: Path, changes: dict[str, Any], message: str
+):
     with pytest.raises(DualencError, match=message) as raised:
         train(tmp_path / "run", **changes)
     assert "\n" not in str(raised.value)
@@ -430,7 +546,10 @@ def test_a_model_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path:
 
     evaluator = FixedEvaluator()
     evaluator.scores = [1.0]
-    with pytest.raises(DualencError, match=r"the model cannot be saved \(a setting that the library refuses\); corr"):
+    with pytest.raises(
+        DualencError,
+        match=r"the model cannot be saved \(a setting that the library refuses\); corr",
+    ):
         train(tmp_path / "run", model=Unsavable(), evaluator=evaluator)
     assert evaluator.scores == [1.0]
     assert not (tmp_path / "run").exists()

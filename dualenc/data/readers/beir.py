@@ -1,0 +1,362 @@
+"""Retrieval collections: BEIR folders, and data sets of the Hugging Face hub.
+
+A folder has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv, or vectors in place of texts. On the
+hub documents, queries and judgements are configurations of a data set, in two layouts, which
+`datasets` loads by name or from a folder laid out alike. mteb's has the judgements in the
+configuration `default`, split by split, with scores; NanoBEIR's in `qrels`, without scores, and
+calls every split train.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.corpus import Corpus, RetrievalSet, table_corpus
+from dualenc.data.pairs import PairDataset
+from dualenc.data.readers.column_names import (
+    DOCUMENT_IDS,
+    IDS,
+    LABELS,
+    QUERY_IDS,
+    columns_named,
+    first_of,
+)
+from dualenc.data.readers.detect import check_split, detect
+from dualenc.data.readers.lines import COMPRESSIONS, read_texts
+from dualenc.data.readers.tables import TableSource, check_columns, load_from_hub
+from dualenc.data.readers.vectors import open_vectors
+from dualenc.data.store.cache import cache_option
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.metadata import check_column_names
+from dualenc.errors import DualencError
+from dualenc.io.reading import with_home
+from dualenc.types import OnError, one_or_several
+
+_GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
+_ID_NAMES = {"corpus": IDS, "queries": ("_id", "id", *QUERY_IDS, *IDS)}
+Judgement = tuple[str, str, str, int]
+"""Where it is written (file:line, or row of a hub data set), query, document and grade."""
+NANO_BEIR = "NanoBEIR"
+"""Stands for the thirteen small collections below."""
+_NANO_NAMES = (
+    *("ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ"),
+    *("QuoraRetrieval", "SCIDOCS", "ArguAna", "SciFact", "Touche2020"),
+)
+
+
+class BeirPairs(PairDataset):
+    """The relevant (query, document) pairs of one split, query by query in the order of the qrels
+    file.
+
+    Left ids number the queries of this split that have a relevant document, in the order of
+    queries.jsonl. Right ids are positions in the whole corpus: every document is a candidate of the
+    global loss.
+
+    In place of texts there may be vectors: folders of embeddings `corpus` and `queries`, or files
+    corpus.parquet and queries.parquet with columns `_id` and `vector`.
+
+    Args:
+        path: the BEIR folder, or a collection of the Hugging Face hub: mteb/scifact,
+            zeta-alpha-ai/NanoSciFact.
+        split: the qrels file to train on, without `.tsv`, or the split of the hub's judgements.
+        titles: join a document's title to its text.
+        weigh_grades: multiply a pair's loss by its grade over the mean grade, so that weights are 1
+            on average.
+        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
+
+    Attributes:
+        queries: the left items with their ids.
+        corpus: the right items with their ids.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        split: str = "train",
+        *,
+        titles: bool = True,
+        weigh_grades: bool = False,
+        on_error: OnError = "skip",
+    ) -> None:
+        queries, self.corpus, qrels = read_beir(path, split, titles=titles, on_error=on_error)
+        self.queries, left_id, right_id, grades = relevant_pairs(queries, qrels, self.corpus.ids)
+        if not len(grades):
+            raise DualencError(
+                f"{path}: no usable pair: no judgement of a document has grade 1 or more"
+            )
+        super().__init__(
+            self.queries.items,
+            self.corpus.items,
+            left_id,
+            right_id,
+            weights=grades / np.mean(grades) if weigh_grades else None,
+            left_modality=self.queries.modality,
+            right_modality=self.corpus.modality,
+        )
+        self.skipped = self.corpus.skipped
+
+
+def relevant_pairs(
+    queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
+) -> tuple[Corpus, np.ndarray, np.ndarray, np.ndarray]:
+    """The relevant (query, document) pairs of judgements.
+
+    Returns:
+        The queries that have one, and of each pair its row among them, the document's row, and the
+        grade, (M,) each.
+    """
+    query_row = {name: row for row, name in enumerate(queries.ids)}
+    query_rows: list[int] = []
+    documents: list[str] = []
+    grades: list[int] = []
+    for query, judged in qrels.items():
+        relevant = {document: grade for document, grade in judged.items() if grade >= 1}
+        query_rows += [query_row[query]] * len(relevant)
+        documents += relevant
+        grades += relevant.values()
+    right_id = rows_of(document_ids, documents)
+    is_pair = right_id >= 0
+    used, left_id = np.unique(np.array(query_rows)[is_pair], return_inverse=True)
+    return queries.take(used), left_id, right_id[is_pair], np.array(grades)[is_pair]
+
+
+def read_beir(
+    folder: str | Path, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
+) -> RetrievalSet:
+    """Read a BEIR folder for evaluation.
+
+    Only the queries that the split judges are returned. A judged document that is not in the corpus
+    stays in the judgements and counts as never found, as in trec_eval.
+
+    Args:
+        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may be
+            compressed. Vectors may take the place of texts, and a name of the hub that of a folder,
+            as for `BeirPairs`, whose arguments the others are.
+    """
+    folder = with_home(Path(folder))
+    bad_rows = BadRows(folder, on_error)
+    if detect(folder) != "hub":
+        _qrels_file(folder, split)
+    corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
+    queries, qrels = read_judged_queries(folder, split, corpus.ids, bad_rows)
+    corpus.skipped = bad_rows.report()
+    return RetrievalSet(queries, corpus, qrels)
+
+
+def _qrels_file(folder: Path, split: str) -> Path:
+    """The qrels file of a split; a `DualencError` if there is none."""
+    if not folder.is_dir():
+        raise DualencError(
+            f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
+        )
+    splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
+    if not splits:
+        raise DualencError(f"{folder}: no split {split!r}; there is no qrels/*.tsv at all")
+    check_split(folder, split, splits)
+    return folder / "qrels" / f"{split}.tsv"
+
+
+def read_judged_queries(
+    folder: Path, split: str, document_ids: Sequence[str], bad_rows: BadRows
+) -> tuple[Corpus, dict[str, dict[str, int]]]:
+    """The queries of a BEIR folder that a split judges, and its judgements; no documents are
+    read."""
+    folder = with_home(folder)
+    if detect(folder) == "hub":
+        entries = _hub_judgements(folder, split)
+    else:
+        entries = _fields_of_lines(_qrels_file(folder, split), bad_rows)
+    judgements = list(_judgements(entries, bad_rows))
+    queries = read_corpus(folder, "queries", bad_rows=bad_rows)
+    query_row = {name: row for row, name in enumerate(queries.ids)}
+    document_rows = rows_of(document_ids, [document for _, _, document, _ in judgements])
+    qrels: dict[str, dict[str, int]] = {}
+    for (position, query, document, grade), document_row in zip(judgements, document_rows):
+        if query not in query_row:
+            bad_rows.add(
+                "judgement of an unknown query", position, f"{query!r} is none of the queries"
+            )
+            continue
+        if document_row < 0:
+            reason = "judged document that is not in the corpus (kept as never found)"
+            bad_rows.add(reason, position, f"{document!r} is missing")
+        qrels.setdefault(query, {})[document] = grade
+    bad_rows.require(len(qrels), "judgement")
+    # In the order of queries.jsonl, so that the result does not depend on the order of the
+    # judgements.
+    rows = sorted(query_row[query] for query in qrels)
+    return queries.take(rows), qrels
+
+
+def check_judged(
+    folder: str, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str], index: str
+) -> None:
+    """Refuse judgements none of whose documents is in an index."""
+    judged = {name for grades in qrels.values() for name in grades}
+    if (rows_of(document_ids, judged) < 0).all():
+        problem = f"{index} holds none of its {len(judged):,} judged documents"
+        raise DualencError(f"{folder}: {problem}; name an index of these documents with their ids")
+
+
+def read_corpus(
+    folder: str | Path,
+    part: str = "corpus",
+    *,
+    titles: bool = True,
+    columns: Sequence[str] = (),
+    bad_rows: BadRows,
+) -> Corpus:
+    """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are
+    kept for filters."""
+    columns = list(one_or_several(columns))
+    check_column_names(columns)
+    folder = with_home(Path(folder))
+    optional = ["title"]
+    if detect(folder) == "hub":
+        source = _collection_table(folder, part, bad_rows)
+        id_column = source.default_column(_ID_NAMES[part], "its id")
+    elif detect(folder / part) == "vectors":
+        return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
+    elif (folder / f"{part}.parquet").is_file():
+        vectors = folder / f"{part}.parquet"
+        id_column = _id_column(TableSource(vectors, bad_rows), part)
+        return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
+    else:
+        files = [folder / f"{part}.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)]
+        file = next((file for file in files if file.is_file()), None)
+        if file is None:
+            parts = "corpus.jsonl, queries.jsonl and qrels/"
+            raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has {parts}")
+        source = TableSource(file, bad_rows)
+        id_column = _id_column(source, part)
+        if titles and part == "corpus":
+            # A document may be a title alone.
+            optional.append("text")
+    return table_corpus(
+        source,
+        "text",
+        optional=optional,
+        title_column="title" if titles and part == "corpus" else None,
+        id_column=id_column,
+        columns=columns,
+    )
+
+
+def _id_column(source: TableSource, part: str) -> str:
+    """The column of ids, `_id` in BEIR."""
+    return first_of(source.kinds, _ID_NAMES[part]) or "_id"
+
+
+def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
+    """The position and [query, document, grade] of the lines of a file.
+
+    A BEIR file has `query-id, corpus-id, score` by tabs, or in any order below a header; a TREC one
+    has `query 0 document grade`.
+    """
+    places: list[int] = []
+    num_columns = 0
+    for number, line in read_texts(file, bad_rows):
+        fields = line.split("\t")
+        if number == 1 and (places := _header_places([field.strip() for field in fields])):
+            num_columns = len(fields)
+            continue
+        if places and len(fields) == num_columns:
+            fields = [fields[place] for place in places]
+        # TREC separates by any space, and has a column of iterations that nobody uses.
+        words = line.split()
+        if len(fields) != 3 and len(words) == 4:
+            fields = [words[0], *words[2:]]
+        yield f"{file}:{number}", fields
+
+
+def _header_places(names: list[str]) -> list[int]:
+    """The places of query, document and grade in a header, which pandas begins with the nameless
+    column of its index; none if it is no header."""
+    query = first_of(names, QUERY_IDS)
+    document = first_of(names, DOCUMENT_IDS)
+    known = [name for name in (query, document) if name is not None]
+    if len(known) < 2 and not columns_named(names[-1:], LABELS):
+        return []
+    others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
+    # TREC's column of iterations says nothing.
+    labels = columns_named(others, LABELS) or others
+    return [names.index(name) for name in (*known, *(labels if len(known) == 2 else others))]
+
+
+def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
+    """Judgements from positions and fields; malformed and repeated ones are bad rows."""
+    seen: set[tuple[str, str]] = set()
+    for position, fields in entries:
+        grade = fields[-1].strip()
+        if len(fields) != 3 or not all(fields[:2]) or not _GRADE.fullmatch(grade):
+            fix = "write query-id, corpus-id and a whole score of at most 6 digits, by tabs"
+            bad_rows.add("malformed judgement", position, fix)
+            continue
+        query, document, _ = fields
+        if (query, document) in seen:
+            bad_rows.add("pair judged twice", position, "keep one of them")
+            continue
+        seen.add((query, document))
+        yield position, query, document, int(float(grade))
+
+
+def expand_name(source: str) -> list[str]:
+    """The collections that a name stands for: NanoBEIR's thirteen, or the name itself."""
+    if source != NANO_BEIR or Path(source).exists():
+        return [source]
+    return [f"zeta-alpha-ai/Nano{name}" for name in _NANO_NAMES]
+
+
+def is_collection(source: str | Path) -> bool:
+    """Whether a hub name, or a folder laid out as on the hub, has the configurations corpus and
+    queries."""
+    return detect(source) == "hub" and _has(source, "corpus") and _has(source, "queries")
+
+
+def _has(source: str | Path, config: str) -> bool:
+    import datasets
+
+    try:
+        datasets.load_dataset_builder(str(source), config, **cache_option(source))
+    except Exception:  # No such configuration, or no such name: what opens it next says which.
+        return False
+    return True
+
+
+def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
+    """The documents (part "corpus") or the queries of a collection."""
+    splits = load_from_hub(str(source), part)
+    if len(splits) > 1:
+        raise DualencError(
+            f"{source}: its {part} has splits ({', '.join(splits)}); open one as a table"
+        )
+    return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
+
+
+def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
+    """The position and [query, document, grade] of each judgement of a split; 1 where there is no
+    score."""
+    config = "qrels" if _has(source, "qrels") else "default"
+    splits = load_from_hub(str(source), config)
+    # What NanoBEIR calls train is a test: it has nothing else.
+    if split == "test" and config == "qrels" and list(splits) == ["train"]:
+        split = "train"
+    check_split(source, split, splits)
+    name = f"{source} {config}"
+    rows = splits[split].data
+    query = first_of(rows.column_names, QUERY_IDS) or "query-id"
+    document = first_of(rows.column_names, DOCUMENT_IDS) or "corpus-id"
+    check_columns(name, rows.column_names, [query, document])
+    grades = columns_named(rows.column_names, LABELS)
+    if len(grades) > 1:
+        problem = f"columns {grades[0]!r} and {grades[1]!r} both look like grades"
+        raise DualencError(f"{name}: {problem}; remove one of them")
+    for row, record in enumerate(rows.to_pylist()):
+        grade = record[grades[0]] if grades else 1
+        fields = [record[query], record[document], int(grade) if isinstance(grade, bool) else grade]
+        yield f"{name} row {row}", ["" if value is None else str(value) for value in fields]

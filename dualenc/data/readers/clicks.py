@@ -1,0 +1,326 @@
+"""Clicks: queries with ids of relevant documents that are vectors already; held-out splits by
+document."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column, read_ids, usable
+from dualenc.data.item_lists import Picked, VectorItems, number_items
+from dualenc.data.pairs import PairDataset
+from dualenc.data.ragged import Ragged, distinct
+from dualenc.data.readers.beir import is_collection, read_judged_queries, relevant_pairs
+from dualenc.data.readers.column_names import (
+    CLICKED,
+    DOCUMENT_IDS,
+    QUERIES,
+    VECTORS,
+    columns_named,
+    is_none,
+    normalized,
+)
+from dualenc.data.readers.detect import detect
+from dualenc.data.readers.id_columns import are_row_numbers
+from dualenc.data.readers.relevance import (
+    Labels,
+    label_columns,
+    looks_like_labels,
+    named_labels,
+    read_labels,
+)
+from dualenc.data.readers.table_pairs import paired_positions, without_unlabelled
+from dualenc.data.readers.tables import ColumnKind, TableSource, check_columns
+from dualenc.data.readers.written_lists import parse_list
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.errors import DualencError
+from dualenc.types import Modality, OnError
+
+logger = logging.getLogger("dualenc.data")
+
+_QUERIES = (*QUERIES, "text", *VECTORS)
+_DOCUMENTS = (*DOCUMENT_IDS, *CLICKED, "id", "_id")
+_NO_CLICKS = "are no clicks"
+_FITS = 0.5  # of the values of a column of ids that are among the documents
+
+
+class IndexPairs(PairDataset):
+    """Queries with their relevant documents among vectors that are there: clicks, judgements,
+    questions with answers.
+
+        IndexPairs("clicks.csv", open_documents("index"))
+
+    Left items are the distinct queries, right items the vectors of all N documents, in their order:
+    each of them is a candidate of the loss. Ids that are not among the documents are left out,
+    counted and reported.
+
+    Args:
+        source: table with a query (a text, or a vector) and a document's id, or a list of ids, in
+            each row; several rows of a query are several positives. Or a BEIR folder: queries.jsonl
+            (or vectors) and qrels/SPLIT.tsv.
+        documents: N vectors with ids, see `dualenc.search.documents.open_documents`.
+        query_column: of a table, where it has no usual name.
+        document_column: the same, of the ids.
+        label_column: 0 in the rows that are no clicks; by default a column with a usual name
+            (clicked, label, score, …) that holds labels. `none` reads none.
+        split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        documents: Embeddings,
+        *,
+        query_column: str | None = None,
+        document_column: str | None = None,
+        label_column: str | None = None,
+        split: str = "train",
+        on_error: OnError = "skip",
+    ) -> None:
+        if not hasattr(documents, "ids"):
+            problem = f"IndexPairs: documents is {type(documents).__name__}"
+            raise DualencError(f"{problem}; give open_documents(INDEX)")
+        bad_rows = BadRows(source, on_error)
+        if detect(source) == "beir" or is_collection(source):
+            queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
+            queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
+            # Equal queries, such as one of several sessions, are one item, as those of a table.
+            first, number = number_items(queries.items, np.arange(len(queries)))
+            items = Picked(queries.items, first)
+            left_id = number[left_id]
+            modality = queries.modality
+        else:
+            table = TableSource(source, bad_rows, split=split)
+            left, right, labels = _read_clicks(
+                table, query_column, document_column, label_column, documents
+            )
+            modality = left.modality
+            if labels is not None:
+                left, right = without_unlabelled(left, right, labels)
+            paired = paired_positions(left, right)
+            if labels is not None:
+                paired = paired[labels.of_pairs(right, paired) > 0]
+            used, rows = np.unique(right.rows[paired], return_inverse=True)
+            first, number = number_items(left.items, used)
+            items = Picked(left.items, first)
+            left_id = number[rows]
+            right_id = cast(Picked, right.items).positions[paired]
+        faults = matrix_faults(documents.vectors)
+        for reason, (is_bad, fix) in faults.items():
+            clicked = right_id[is_bad[right_id]]
+            if len(clicked):
+                bad_rows.add(
+                    f"click on a {reason}", documents.ids[int(clicked[0])], fix, len(clicked)
+                )
+        is_usable = usable(faults)[right_id]
+        left_id = left_id[is_usable]
+        right_id = right_id[is_usable]
+        bad_rows.require(len(left_id), "pair")
+        # The same pair twice, as of two clicks, is one pair.
+        pairs = np.stack([left_id, right_id], axis=1)
+        _, first = np.unique(pairs, axis=0, return_index=True)
+        pairs = pairs[np.sort(first)]
+        super().__init__(
+            items,
+            VectorItems(documents.vectors),
+            pairs[:, 0],
+            pairs[:, 1],
+            left_modality=modality,
+            right_modality="vector",
+        )
+        self.documents = documents
+        self.skipped = bad_rows.report()
+
+
+def _read_clicks(
+    source: TableSource,
+    query_column: str | None,
+    document_column: str | None,
+    label_column: str | None,
+    documents: Embeddings,
+) -> tuple[ItemColumn, ItemColumn, Labels | None]:
+    """The queries of a table, the vectors of the documents that it names, and whether they were
+    clicked."""
+    if query_column is None:
+        query_column = source.default_column(_QUERIES, "query_column", but=document_column)
+    if document_column is None:
+        document_column = _document_column(source, (query_column, label_column), documents.ids)
+    likely: list[str] = []
+    columns: dict[str, ColumnKind] = {query_column: "value", document_column: "list"}
+    if source.kinds.get(query_column) == "vector":
+        columns[query_column] = "vector"
+    elif source.written_lists.get(query_column) == "list":
+        columns[query_column] = "list"
+    if label_column is None:
+        likely = label_columns(source.kinds, columns)
+    elif is_none(label_column):
+        label_column = None
+    else:
+        check_columns(source.path, source.kinds, [label_column])
+    for name in likely if label_column is None else [label_column]:
+        columns[name] = source.label_kind(name)
+    table = source.open(columns)
+    right = read_ids(table, document_column, documents.ids, VectorItems(documents.vectors))
+    if len(right.rows) and not right.usable().any():
+        first = str(Column(table, document_column, "text", lists=True)[0])
+        shown = f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
+        problem = (
+            f"no id of column {document_column!r} is among the documents (the first is {shown})"
+        )
+        raise DualencError(f"{source.path}: {problem}; name the column of ids")
+    if label_column is not None:
+        labels: Labels | None = named_labels(table, label_column, right, "label_column", _NO_CLICKS)
+    else:
+        labels = read_labels(table, likely, right, "label_column", effect=_NO_CLICKS)
+    modality: Modality = "vector" if columns[query_column] == "vector" else "text"
+    return read_column(table, query_column, modality), right, labels
+
+
+def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequence[str]) -> str:
+    """The column of documents' ids: one with a usual name whose values are such ids.
+
+    Labels are no ids, and row numbers are none where the values of another column are.
+    """
+    values = {
+        name: _examined(source, name)
+        for name, kind in source.kinds.items()
+        if name not in but
+        and kind != "vector"
+        and not looks_like_labels(_examined(source, name), name)
+    }
+    usual = columns_named(values, _DOCUMENTS)
+    fitting = [name for name in values if _share_among(values[name], ids) >= _FITS]
+    own = [name for name in usual if name in fitting]
+    # An id alone may be that of the row.
+    own = [name for name in own if normalized(name) not in ("id", "_id")] or own[:1]
+    others = [name for name in fitting if name not in usual and not are_row_numbers(values[name])]
+    fix = "name one as document_column (--document-column)"
+    if len(own) > 1:
+        problem = f"columns {own[0]!r} and {own[1]!r} both hold ids of documents"
+        raise DualencError(f"{source.path}: {problem}; {fix}")
+    if own and others and are_row_numbers(values[own[0]]):
+        problem = f"column {own[0]!r} counts the rows, and the values of {others[0]!r} are ids of documents, too"
+        raise DualencError(f"{source.path}: {problem}; {fix}")
+    if not own and (others or not usual):
+        reason = f"cannot tell which column is document_column; name it (columns: {', '.join(source.kinds)})"
+        hint = f": the values of {others[0]!r} are ids of documents" if others else ""
+        raise DualencError(f"{source.path}: {reason}{hint}")
+    return own[0] if own else usual[0]
+
+
+def _examined(source: TableSource, name: str) -> list[str]:
+    """The examined values of a column, its lists laid flat."""
+    values: list[str] = []
+    for record in source.examined:
+        value = record.get(name)
+        if name in source.written_lists:
+            value = parse_list(value)
+        for entry in value if isinstance(value, list) else [value]:
+            if entry is not None and str(entry).strip():
+                values.append(str(entry))
+    return values
+
+
+def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
+    """The share of values that are among ids, also as pandas writes whole numbers beside missing
+    ones."""
+    if not values:
+        return 0.0
+    whole = [value.removesuffix(".0") for value in values]
+    return float(np.mean((rows_of(ids, values) >= 0) | (rows_of(ids, whole) >= 0)))
+
+
+class DocumentSplit(NamedTuple):
+    """Training pairs, and held-out queries: those none of whose documents is in a training pair
+    (`new`), those all of whose documents are (`known`), and both (`held_out`). A part without pairs
+    is None."""
+
+    train: PairDataset
+    new: PairDataset | None
+    known: PairDataset | None
+    held_out: PairDataset | None
+
+
+def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 0) -> DocumentSplit:
+    """Hold out queries by their documents, so that `new` measures documents that no training pair
+    names.
+
+    New: queries are drawn until their documents have about a `share` of the pairs, all of which
+    leave the training; a query that would exceed it is passed over. Known: as many queries, each of
+    whose documents keeps a pair of another.
+
+    Args:
+        pairs: to divide.
+        share: of the pairs, in [0, 1).
+        most: maximum number of queries in each part.
+        seed: of the draw.
+
+    Raises:
+        DualencError: the share is outside [0, 1), or `most` is negative.
+    """
+    if not 0 <= share < 1:
+        raise DualencError(
+            f"share must be in [0, 1), got {share}; give the share of the pairs to hold out"
+        )
+    if most < 0:
+        raise DualencError(
+            f"most must be 0 or more, got {most}; give the maximum number of queries"
+        )
+    order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
+    documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
+    num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
+    is_held_out = np.zeros(pairs.num_right, dtype=bool)
+    is_held_out[_draw_documents(order, documents, num_pairs, share * len(pairs), most)] = True
+    rest = ~is_held_out[pairs.right_id]
+    num_trained = np.bincount(pairs.left_id, rest, pairs.num_left)
+    # A query with documents of both parts trains by those that stay, and measures neither.
+    new = [query for query in order if num_trained[query] == 0][:most]
+    whole = [query for query in order if num_trained[query] == documents.lengths[query]]
+    num_remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
+    known = _draw_known(whole, documents, num_remaining, len(new))
+    is_trained = rest & ~np.isin(pairs.left_id, known)
+    parts: list[PairDataset | None] = []
+    for queries in (new, known, new + known):
+        rows = np.flatnonzero(np.isin(pairs.left_id, queries))
+        parts.append(pairs.take(rows) if len(rows) else None)
+    return DocumentSplit(pairs.take(np.flatnonzero(is_trained), positives_of=pairs), *parts)
+
+
+def _draw_documents(
+    order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
+) -> list[int]:
+    """The documents of queries that are drawn until these documents have about `budget` pairs."""
+    drawn: set[int] = set()
+    num_queries = 0
+    for query in order:
+        if num_queries == most or budget < 1:
+            break
+        added = set(documents.row(query).tolist()) - drawn
+        cost = num_pairs[list(added)].sum()
+        if cost <= budget:
+            budget -= cost
+            drawn |= added
+            num_queries += 1
+    return sorted(drawn)
+
+
+def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:
+    """Queries each of whose documents keeps a pair of another query; `num_pairs` (N,) of each
+    document."""
+    remaining = num_pairs.copy()
+    drawn: list[int] = []
+    for query in order:
+        own = documents.row(query)
+        if len(drawn) == most:
+            break
+        if (remaining[own] > 1).all():
+            remaining[own] -= 1
+            drawn.append(query)
+    return drawn

@@ -1,0 +1,157 @@
+"""The usual names of columns, one list for all readers; case, spaces, hyphens and humps (`docId`)
+do not matter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+QUERIES = (
+    "query",
+    "question",
+    "anchor",
+    "sentence1",
+    "q",
+    "search",
+    "query_text",
+    "search_query",
+    "search_term",
+)
+DOCUMENTS = ("document", "positive", "passage", "answer", "sentence2", "text", "abstract")
+TEXTS = (
+    *("text", "contents", "content", "passage", "document", "body"),
+    *("abstract", "query", "question", "sentence"),
+)
+TITLE = "title"
+CAPTIONS = ("captions", "caption", "text", "texts", "description")
+IMAGES = ("image", "img", "image_path")
+IMAGE_FILES = ("file_name", "image", "filename", "image_path", "path", "file")
+VECTORS = ("vector", "embedding", "embeddings", "vectors", "emb")
+
+DOCUMENT_IDS = (
+    *("docid", "doc_id", "document_id", "passage_id", "corpus_id", "pid"),
+    *("item_id", "product_id", "article_id", "paper_id", "sku", "asin"),
+)
+"""Ids of documents, in the tables of documents and in the tables that name them."""
+IDS = ("_id", "id", *DOCUMENT_IDS)
+"""Ids of a table's own items."""
+QUERY_IDS = ("query_id", "qid", "question_id")
+CLICKED = (
+    "document",
+    "doc",
+    "item",
+    "product",
+    "article",
+    "positive",
+    "positives",
+    "clicked",
+    "clicked_id",
+)
+"""What may hold the ids of documents in a table of queries, besides `DOCUMENT_IDS`."""
+
+CLASS_LABELS = ("label", "labels", "class", "target")
+"""Labels of pairs, or classes of images."""
+LABELS = (
+    *CLASS_LABELS,
+    *(
+        "relevance",
+        "relevant",
+        "is_relevant",
+        "relevance_label",
+        "relevance_score",
+        "relevancy",
+        "rel",
+        "qrel",
+    ),
+    *(
+        "grade",
+        "graded_relevance",
+        "gain",
+        "judgement",
+        "judgment",
+        "rating",
+        "stars",
+        "vote",
+        "feedback",
+        "choice",
+    ),
+    *("gold", "gold_label", "human_label", "esci_label", "annotation", "verdict"),
+    *("score", "scores", "similarity", "similarity_score", "sim", "cosine", "cosine_similarity"),
+    *(
+        "is_duplicate",
+        "duplicate",
+        "is_paraphrase",
+        "paraphrase",
+        "is_match",
+        "match",
+        "matched",
+        "matching",
+    ),
+    *(
+        "is_positive",
+        "is_correct",
+        "correct",
+        "is_answer",
+        "is_selected",
+        "selected",
+        "accepted",
+        "is_accepted",
+    ),
+    *(
+        "clicked",
+        "click",
+        "clicks",
+        "is_click",
+        "is_clicked",
+        "click_count",
+        "num_clicks",
+        "n_clicks",
+    ),
+    *("purchased", "is_purchased", "purchases", "converted", "conversions", "bought"),
+)
+"""Whether, or how well, the sides of a row match."""
+COUNTS = ("clicks", "click_count", "num_clicks", "n_clicks", "purchases", "conversions")
+"""Those of the labels that count events: any whole numbers."""
+KINDS = (
+    *CLASS_LABELS,
+    "gold",
+    "gold_label",
+    "human_label",
+    "choice",
+    "annotation",
+    "verdict",
+    "esci_label",
+)
+"""Those of the labels whose numbers may stand for kinds, such as entailment and contradiction, in
+place of grades."""
+
+
+NO_COLUMN = "none"
+"""In place of a name: read no such column, though one has a usual name. "" does the same."""
+
+
+def is_none(name: str | None) -> bool:
+    """Whether an argument says that no column is to be read."""
+    return name in ("", NO_COLUMN)
+
+
+def normalized(name: str) -> str:
+    """A column's name in lower case, its words divided by one _ each."""
+    words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name.strip())
+    return re.sub(r"[\s.-]+", "_", words).lower()
+
+
+def columns_named(columns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """The columns that have one of some usual names, in the order of these names; the exact
+    spelling first."""
+    known = list(columns)
+    found: list[str] = []
+    for name in names:
+        own = [column for column in known if normalized(column) == name or column == name]
+        found += sorted(own, key=lambda column: column != name)
+    return list(dict.fromkeys(found))
+
+
+def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
+    """The first of some usual names that a column has."""
+    return next((name for name in columns_named(columns, names) if name != but), None)

@@ -1,0 +1,141 @@
+"""Image files: found in folders, and read as items."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections import Counter, deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from dualenc.data.bad_rows import report_once
+from dualenc.data.store.identity import file_identity
+from dualenc.errors import DualencError
+from dualenc.io.decoding import image_suffixes, open_image
+from dualenc.io.reading import is_utf8, with_home
+
+IMAGE_SUFFIXES = image_suffixes()
+SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
+"""Names of folders that hold splits and not classes, if all folders beside them are named like
+that."""
+
+
+class ImageFiles:
+    """Items that are image files: `root / name` for each name."""
+
+    def __init__(self, root: str | os.PathLike[str], names: Sequence[str]) -> None:
+        self.root = with_home(Path(root))
+        self.names = list(names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Image.Image:
+        return open_image(self.root / self.names[index])
+
+    def item_identity(self, row: int, read: bool) -> bytes:
+        """Name and `file_identity`."""
+        name = self.names[row]
+        return name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read)
+
+
+def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
+    """The subfolder of a split, such as `val`; the folder itself if it is not divided into splits.
+
+    Subfolders are splits if all of them have usual names of splits: `train` may also be a class
+    among others.
+    """
+    root = with_home(Path(folder))
+    if not root.is_dir():
+        return root
+    # Archives made on a Mac have __MACOSX beside their folders.
+    entries = [entry for entry in root.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
+    subfolders = sorted(entry.name for entry in entries if entry.is_dir())
+    if any(name.lower() in SPLITS for name in subfolders):
+        # A folder of annotations is neither split nor class.
+        subfolders = [name for name in subfolders if any(map(is_image, (root / name).rglob("*")))]
+    has_images = any(map(is_image, entries))
+    only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)
+    if split in subfolders and (only_splits or split not in SPLITS):
+        return root / split
+    if subfolders and only_splits:
+        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(subfolders)}")
+    return root
+
+
+def is_image(path: Path) -> bool:
+    """Whether a file is an image by its suffix."""
+    return path.suffix.lower() in IMAGE_SUFFIXES
+
+
+def existing_file(root: Path, name: str) -> Path:
+    """The file `root / name`, or the one whose name differs only in composed (NFC) and decomposed
+    (NFD) accents."""
+    if not name.isascii():
+        for form in ("NFC", "NFD"):
+            other = root / unicodedata.normalize(form, name)
+            if other.exists():
+                return other
+    return root / name
+
+
+def find_images(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of all images in a folder and its subfolders, relative to it with forward slashes,
+    sorted.
+
+    Links to folders are followed, but no folder is read twice, so links in a circle end.
+    """
+    root = with_home(Path(folder))
+    if not root.is_dir():
+        raise DualencError(f"{folder}: no such folder; give a folder of images")
+    names = []
+    seen = set()
+    # Links to folders wait until all real folders are read, so that an image has the name of its
+    # own folder.
+    waiting = deque([root])
+    while waiting:
+        for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
+            real = os.path.realpath(parent)
+            if real in seen:
+                subfolders.clear()
+                continue
+            seen.add(real)
+            subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+            paths = [Path(parent, name) for name in subfolders]
+            waiting.extend(path for path in paths if path.is_symlink())
+            for file in files:
+                name = (Path(parent).relative_to(root) / file).as_posix()
+                if not file.startswith(".") and file.lower().endswith(IMAGE_SUFFIXES):
+                    names.append(name)
+    if not names:
+        others = Counter(path.suffix.lower() for path in root.rglob("*") if path.is_file())
+        found = ", ".join(suffix or "files without a suffix" for suffix, _ in others.most_common(3))
+        problem = f"no image in this folder ({f'it has {found}' if found else 'it is empty'})"
+        raise DualencError(f"{folder}: {problem}; known are {', '.join(IMAGE_SUFFIXES)}")
+    return sorted(names)
+
+
+def printable_names(folder: Path, names: Sequence[str]) -> list[str]:
+    """Return names of files as ids: bytes that are not UTF-8, and line breaks, as escapes
+    (`caf\\xe9.png`).
+
+    The escaped names are reported in one line.
+    """
+    escaped = [name if is_utf8(name) and "\n" not in name else _escaped(name) for name in names]
+    changed = [new for new, name in zip(escaped, names, strict=True) if new != name]
+    if changed:
+        what = f"{len(changed)} names of files are not UTF-8, or have line breaks; their ids have escapes"
+        report_once(f"{folder}: {what} (first: {changed[0]})")
+    return escaped
+
+
+def _escaped(name: str) -> str:
+    data = name.encode("utf-8", "surrogateescape")
+    return data.decode("utf-8", "backslashreplace").replace("\n", "\\n")
+
+
+def _unreadable_folder(error: OSError) -> None:
+    problem = f"folder cannot be read ({error.strerror})"
+    raise DualencError(f"{error.filename}: {problem}; fix its permissions") from None

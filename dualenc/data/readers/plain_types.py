@@ -1,0 +1,95 @@
+"""Types of Arrow as the ones that dualenc and `datasets` read: views, extensions and dictionaries
+have plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualenc.errors import DualencError
+
+# By name: not every version of Arrow has a class for each.
+_EXTENSIONS = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
+_STORED = ("arrow.json", "arrow.fixed_shape_tensor", "arrow.opaque")  # as what they store
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type as which a column is read: that of its values, in an ordinary layout."""
+    is_kind = pa.types
+    if isinstance(kind, pa.BaseExtensionType):
+        plain = _EXTENSIONS.get(kind.extension_name, kind)
+        return plain_type(kind.storage_type) if kind.extension_name in _STORED else plain
+    if is_kind.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if is_kind.is_string_view(kind):
+        return pa.large_string()
+    if is_kind.is_binary_view(kind) or is_kind.is_fixed_size_binary(kind):
+        return pa.large_binary()
+    if is_kind.is_list_view(kind) or is_kind.is_list(kind):
+        return _list_of(kind, pa.list_)
+    if is_kind.is_large_list_view(kind) or is_kind.is_large_list(kind):
+        return _list_of(kind, pa.large_list)
+    return kind
+
+
+def _list_of(kind: pa.DataType, make: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """A type of lists as one whose values are plain; unchanged if it is."""
+    plain = make(plain_type(kind.value_type))
+    return kind if plain == kind else plain
+
+
+def plain_batch(
+    batch: pa.RecordBatch, schema: pa.Schema, keys: Mapping[str, Any]
+) -> pa.RecordBatch:
+    """The columns of a batch with the types of a schema, and the keys of its partition."""
+    arrays = []
+    for column in schema:
+        if column.name in batch.schema.names:
+            arrays.append(_plain_array(batch.column(column.name), column.type))
+        else:
+            value = keys.get(column.name)
+            if pa.types.is_string(column.type) and value is not None:
+                value = str(value)
+            arrays.append(pa.repeat(pa.scalar(value, column.type), len(batch)))
+    return pa.record_batch(arrays, schema=schema)
+
+
+def _plain_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """An array as one of a plain type."""
+    if array.type == kind:
+        return array
+    if isinstance(array.type, pa.BaseExtensionType) and array.type.extension_name == "arrow.uuid":
+        return pa.array(
+            [None if value is None else str(value) for value in array.to_pylist()], kind
+        )
+    if isinstance(array, pa.ExtensionArray):
+        return _plain_array(array.storage, kind)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        # Arrow's own cast from list_view gives invalid lists.
+        lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+        offsets = pa.array(
+            np.cumsum([0, *lengths]), pa.int32() if pa.types.is_list(kind) else pa.int64()
+        )
+        values = _plain_array(pc.list_flatten(array), kind.value_type)
+        lists = pa.ListArray if pa.types.is_list(kind) else pa.LargeListArray
+        return lists.from_arrays(offsets, values, type=kind, mask=array.is_null())
+    return array.cast(kind)
+
+
+def check_types(source: str | Path, schema: pa.Schema) -> None:
+    """Raise a `DualencError` for a column of a type that `datasets` does not know, such as a
+    map."""
+    from datasets import Features
+
+    for column in schema:
+        try:
+            Features.from_arrow_schema(pa.schema([column.remove_metadata()]))
+        except ValueError:
+            problem = f"column {column.name!r} holds {column.type}, which cannot be read"
+            fix = "write it as texts, numbers or lists of them, or name another column"
+            raise DualencError(f"{source}: {problem}; {fix}") from None

@@ -1,0 +1,272 @@
+"""Labels of pairs: columns that say which rows match, found by their names and by all their values.
+
+A column of 0 and 1, of truth values, of yes and no, or of grades from 0 is read as labels: 0 does
+not match, anything above does. What looks like labels and does not say which rows match
+(similarities, classes) is refused, since a row that does not match would be trained as one that
+does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualenc.data.columns import Column, ItemColumn
+from dualenc.data.readers.column_names import (
+    CLASS_LABELS,
+    CLICKED,
+    COUNTS,
+    KINDS,
+    LABELS,
+    columns_named,
+    normalized,
+)
+from dualenc.data.readers.tables import DataTable
+from dualenc.errors import DualencError
+
+logger = logging.getLogger("dualenc.data")
+
+MAX_GRADE = 10
+_TEXTS = "its values"
+_MAX_WORDS = 20  # different texts of a column that may be classes
+_MAX_VALUES = 10_000  # different values of a column that may be labels
+_YES = "1 true t yes y relevant match matched matching positive pos correct clicked click duplicate similar paraphrase"
+_NO = "0 false f no n irrelevant mismatch unmatched negative neg incorrect wrong skipped different dissimilar unrelated"
+_WORDS = {**dict.fromkeys(_YES.split(), 1.0), **dict.fromkeys(_NO.split(), 0.0)}
+_NOT = re.compile(r"(?:not|no|non|un|ir|in|mis|dis)[ _-]?(.+)")
+_NAME_OF_CLASS = re.compile(r"[^\W\d_][^\W\d]{0,29}(?:[ /-][^\W\d]{1,29}){0,3}|[\[{].*[\]}]")
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Whether rows match: 1, 0 or NaN for none, of each row (M,) or of each entry of its lists."""
+
+    name: str
+    values: np.ndarray
+    of_entries: bool
+
+    def of_pairs(self, right: ItemColumn, paired: np.ndarray) -> np.ndarray:
+        """The labels of right values at some positions (n,)."""
+        return self.values[paired if self.of_entries else right.rows[paired]]
+
+
+def as_number(value: object) -> object:
+    """1 or 0 for a text that says whether a row matches; any other value as it is."""
+    text = _plain(value)
+    negated = _NOT.fullmatch(text)
+    if negated and text not in _WORDS and negated[1] in _WORDS:
+        return 1 - _WORDS[negated[1]]
+    return _WORDS.get(text, value)
+
+
+def label_columns(columns: Iterable[str], but: Collection[str]) -> list[str]:
+    """The columns that have a usual name of labels, without those that are read as something
+    else."""
+    return [name for name in columns_named(columns, LABELS) if name not in but]
+
+
+def looks_like_labels(values: Iterable[object], name: str) -> bool:
+    """Whether a column is one of labels by its name, and no column of ids; `clicked` may be either,
+    by its values."""
+    if normalized(name) in CLICKED:
+        return normalized(name) in LABELS and all(
+            _plain(value) in _WORDS for value in values if _plain(value)
+        )
+    return normalized(name) in LABELS
+
+
+def read_labels(
+    table: DataTable,
+    columns: Sequence[str],
+    right: ItemColumn,
+    option: str,
+    *,
+    beside_images: bool = False,
+    effect: str = "do not match (weight 0)",
+) -> Labels | None:
+    """The labels among some columns with usual names, if one holds labels; a line says so.
+
+    Args:
+        table: with these columns opened.
+        right: lists of labels are those of its lists.
+        option: argument that names a column of labels, or none.
+        beside_images: the pairs hold images, whose classes have such names, too.
+        effect: what becomes of the rows of label 0, for the line.
+
+    Raises:
+        DualencError: two columns look like labels, or one whose values do not say which rows match.
+    """
+    verdicts = {name: _judge(table, name) for name in columns}
+    if beside_images:
+        for name, verdict in verdicts.items():
+            # Of two classes there is no telling; more than two, or names, are classes.
+            if normalized(name) in CLASS_LABELS and isinstance(verdict, str):
+                verdicts[name] = None
+    likely = [name for name, verdict in verdicts.items() if verdict is not None]
+    for name in columns:
+        if name not in likely and pc.any(pc.is_valid(table.column(name))).as_py():
+            logger.warning(
+                "%s: column %r is not read: its values are not labels of pairs", table.source, name
+            )
+    if not likely:
+        return None
+    if len(likely) > 1:
+        names = " and ".join(map(repr, likely[:2]))
+        fix = f"name one as {option} ({_flag(option)}), or pass {option}=none to read none"
+        raise DualencError(
+            f"{table.source}: columns {names} both look like labels of the pairs; {fix}"
+        )
+    name = likely[0]
+    verdict = verdicts[name]
+    if isinstance(verdict, str):
+        problem = f"column {name!r} looks like labels of the pairs, but {verdict}"
+        raise DualencError(
+            f"{table.source}: {problem}; {_advice(option, not verdict.startswith(_TEXTS))}"
+        )
+    if beside_images and normalized(name) in CLASS_LABELS:
+        problem = "may say which rows match, or be the classes of the images"
+        raise DualencError(f"{table.source}: column {name!r} {problem}; {_advice(option, True)}")
+    assert verdict is not None
+    return _checked(table, name, verdict, right, option, effect)
+
+
+def named_labels(
+    table: DataTable, name: str, right: ItemColumn, option: str, effect: str
+) -> Labels:
+    """The labels of a column that the user named: of any numbers those above 0 match."""
+    verdict = _judge(table, name, is_named=True)
+    if verdict is None or isinstance(verdict, str):
+        problem = verdict or f"{_TEXTS} are not labels"
+        raise DualencError(f"{table.source}: column {name!r}: {problem}; write 1 and 0")
+    return _checked(table, name, verdict, right, option, effect)
+
+
+def _checked(
+    table: DataTable, name: str, values: np.ndarray, right: ItemColumn, option: str, effect: str
+) -> Labels:
+    """Say that labels are read; refuse lists of other lengths than the right column's, and labels
+    that are all 0."""
+    column = Column(table, name, "text", lists=True)
+    if column.is_list and not np.array_equal(column.rows, right.rows):
+        problem = f"column {name!r} holds lists of other lengths than the right column"
+        raise DualencError(
+            f"{table.source}: {problem}; give a label for each entry, or pass {option}=none"
+        )
+    if not (values > 0).any():
+        problem = f"column {name!r} is read as labels, and none of them is above 0"
+        raise DualencError(f"{table.source}: {problem}; pass {option}=none if it holds no labels")
+    what = "entries" if column.is_list else "rows"
+    counts = f"{int((values == 0).sum()):,} of {len(values):,} {what}"
+    message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s=none reads none"
+    logger.warning(message, table.source, name, counts, effect, option)
+    return Labels(name, values, column.is_list)
+
+
+def _advice(option: str, are_numbers: bool) -> str:
+    read = (
+        f"name it as {option} ({_flag(option)}) to read it"
+        if are_numbers
+        else "write 1 and 0 in it"
+    )
+    return f"{read}, or pass {option}=none to read none"
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")
+
+
+def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | str | None:
+    """1, 0 or NaN for each value of a column of labels; why labels cannot be used; None for no
+    labels."""
+    try:
+        column = Column(table, name, "text", lists=True)
+        codes = column.array.dictionary_encode().combine_chunks()
+    except (DualencError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+    values = codes.dictionary[: None if is_named else _MAX_VALUES].to_pylist()
+    names = getattr(table.dataset.features[name], "names", None)
+    if names and all(isinstance(value, int) for value in values):
+        values = [names[value] if 0 <= value < len(names) else None for value in values]
+    texts = [_plain(value) for value in values]
+    meaning = _meanings([text for text in texts if text], normalized(name), is_named)
+    if meaning is None or isinstance(meaning, str):
+        return meaning
+    if len(texts) < len(codes.dictionary):
+        return "it holds too many different values"
+    # The last entry is that of missing values.
+    by_code = np.array([*(meaning.get(text, np.nan) for text in texts), np.nan], np.float32)
+    return by_code[codes.indices.fill_null(len(texts)).to_numpy(zero_copy_only=False)]
+
+
+def _plain(value: object) -> str:
+    """A value in lower case, whole numbers without a fraction; "" for a missing one."""
+    text = " ".join(str("" if value is None else value).split()).lower().strip("'\"")
+    if text in ("nan", "none", "null"):
+        return ""
+    return re.sub(r"^(-?[0-9]+)\.0+$", r"\1", text)
+
+
+def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, float] | str | None:
+    """What each of some different values means, 1 or 0; why that is not known; None if they are no
+    labels."""
+    distinct = sorted(set(texts))
+    if not distinct:
+        return None
+    if all(text in _WORDS for text in distinct):
+        return {text: _WORDS[text] for text in distinct}
+    numbers = _numbers(distinct)
+    if numbers is not None:
+        return _of_numbers(numbers, name, is_named)
+    negated = {text: match[1] for text in distinct if (match := _NOT.fullmatch(text))}
+    if len(distinct) == 2 and len(negated) == 1:
+        (other, plain) = next(iter(negated.items()))
+        if plain in distinct:
+            return {other: 0.0, plain: 1.0}
+    if all(text in _WORDS or negated.get(text) in _WORDS for text in distinct):
+        return {
+            text: _WORDS[text] if text in _WORDS else 1 - _WORDS[negated[text]] for text in distinct
+        }
+    if len(distinct) <= _MAX_WORDS and all(_NAME_OF_CLASS.fullmatch(text) for text in distinct):
+        shown = ", ".join(repr(text[:30]) for text in distinct[:3])
+        return f"{_TEXTS} ({shown}{', …' if len(distinct) > 3 else ''}) do not say which rows match"
+    return None
+
+
+def _numbers(texts: Sequence[str]) -> dict[str, float] | None:
+    """The numbers that texts spell; None if one does not."""
+    try:
+        numbers = {text: float(_WORDS.get(text, text)) for text in texts}
+    except ValueError:
+        return None
+    return numbers if np.isfinite(list(numbers.values())).all() else None
+
+
+def _of_numbers(
+    numbers: dict[str, float], name: str, is_named: bool
+) -> dict[str, float] | str | None:
+    values = sorted(set(numbers.values()))
+    is_whole = all(value.is_integer() for value in values)
+    if is_named or values == [-1, 1] or (is_whole and values[0] >= 0 and name in COUNTS):
+        return {text: float(number > 0) for text, number in numbers.items()}
+    if not is_whole:
+        # Beyond these ranges they are no similarities, but quantities of something.
+        if values[0] >= 0 or (values[0] >= -1 and values[-1] <= 1):
+            return (
+                f"its numbers ({values[0]:g} to {values[-1]:g}) do not say from where on rows match"
+            )
+        return None
+    if values[0] < 0:
+        return None if values[-1] > MAX_GRADE else f"it holds negative numbers ({values[0]:g})"
+    if values[-1] > MAX_GRADE:
+        return f"its numbers go up to {values[-1]:g}" if name not in KINDS else None
+    if values[0] > 0:
+        return f"its numbers ({values[0]:g} to {values[-1]:g}) have no 0 for rows that do not match"
+    if name in KINDS:
+        return f"its numbers (0 to {values[-1]:g}) may be grades, or stand for kinds"
+    return {text: float(number > 0) for text, number in numbers.items()}

@@ -1,0 +1,261 @@
+"""Open any supported source; its format is detected from its files."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dualenc.data.bad_rows import BadRows, report_once
+from dualenc.data.corpus import Corpus, image_corpus, table_corpus
+from dualenc.data.pairs import PairDataset
+from dualenc.data.readers import column_names as names
+from dualenc.data.readers.beir import BeirPairs, is_collection, read_corpus
+from dualenc.data.readers.column_names import columns_named, first_of, is_none
+from dualenc.data.readers.detect import check_split, detect
+from dualenc.data.readers.id_columns import usual_id_column
+from dualenc.data.readers.images import split_folder
+from dualenc.data.readers.table_pairs import ImageFolderPairs, MinedPairs, TablePairs, are_mined
+from dualenc.data.readers.tables import TableSource
+from dualenc.data.readers.vectors import open_vectors
+from dualenc.data.readers.webdataset import WebDatasetPairs, tar_corpus
+from dualenc.data.store.metadata import check_column_names
+from dualenc.errors import DualencError
+from dualenc.io.reading import with_home
+from dualenc.types import Modality, OnError, one_or_several
+
+logger = logging.getLogger("dualenc.data")
+
+# A sentence, rather than the name of a column: with its mark at the end, or of many words.
+_SENTENCE = re.compile(r"\s.*[.?!]\s*$|(\S+\s+){5}\S")
+_MAX_NAME = 80
+
+
+def open_corpus(
+    path: str | Path,
+    *,
+    part: str = "corpus",
+    modality: Modality | None = None,
+    text_column: str | None = None,
+    image_column: str | None = None,
+    vector_column: str | None = None,
+    id_column: str | None = None,
+    label_column: str | None = None,
+    columns: Sequence[str] = (),
+    split: str = "train",
+    quotes: bool | None = None,
+    allow_outside: bool = False,
+    on_error: OnError = "skip",
+) -> Corpus:
+    """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or
+    vectors.
+
+    Args:
+        path: file, folder, glob, or hub name.
+        part: "corpus" or "queries" of a BEIR folder, also of the hub; of a table with a column of
+            each, its documents or its queries.
+        modality: "text", "image" or "vector", where a table or tar holds several; images, then
+            texts, are preferred.
+        text_column: by default `text` or another common name, or the only column. A list of texts
+            gives several items. Without it a column `title` is joined in front of the text, but not
+            in a table of queries and documents.
+        image_column: by default `image` or another common name.
+        vector_column: lists of numbers; by default `vector` or another common name.
+        id_column: ids; by default `_id` or another common name. Without one, or by `none`, the
+            row's number.
+        label_column: classes of images; by default `label`.
+        columns: further columns of a table or BEIR folder, to keep for filters.
+        split: of a folder of tables or images, a saved data set or a hub name.
+        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header
+            is in quotes.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that
+            you trust.
+        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
+
+    Raises:
+        DualencError: nothing there, nothing usable, or columns that have to be named.
+        BadSample: an empty item, a missing or repeated id, a malformed line, under
+            on_error="raise".
+    """
+    columns = list(one_or_several(columns))
+    check_column_names(columns)
+    path = with_home(path)
+    kind = detect(path)
+    if columns and kind in ("tars", "images"):
+        reason = "has no columns to keep; give a table that names the images and their columns"
+        raise DualencError(f"{path}: {reason}")
+    bad_rows = BadRows(path, on_error)
+    if kind == "tars":
+        check_split(path, split)
+        corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
+    elif kind == "images":
+        corpus = image_corpus(split_folder(path, split))
+        if label_column is not None and corpus.labels is None:
+            reason = f"its images are in no class folders, and it has no columns; name the table with {label_column!r}"
+            raise DualencError(f"{path}: {reason}")
+    elif kind == "beir" or is_collection(path):
+        corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
+    elif kind == "vectors" or modality == "vector" or vector_column is not None:
+        corpus = open_vectors(
+            path,
+            vector_column,
+            id_column=id_column,
+            split=split,
+            columns=columns,
+            bad_rows=bad_rows,
+        )
+    else:
+        source = TableSource(
+            path, bad_rows, split=split, quotes=quotes, allow_outside=allow_outside
+        )
+        main, modality = _main_column(source, part, modality, text_column, image_column)
+        title_column = None
+        if modality == "image":
+            label_column = label_column or first_of(source.kinds, ("label",), but=main)
+        elif (
+            text_column is None
+            and part == "corpus"
+            and first_of(source.kinds, names.QUERIES) is None
+        ):
+            title_column = first_of(source.kinds, (names.TITLE,), but=main)
+        if id_column is None:
+            id_column = _usual_ids(source, main, part)
+        corpus = table_corpus(
+            source,
+            main,
+            modality,
+            title_column=title_column,
+            label_column=label_column if modality == "image" else None,
+            id_column=None if is_none(id_column) else id_column,
+            columns=columns,
+        )
+    corpus.skipped = bad_rows.report()
+    return corpus
+
+
+def open_pairs(
+    path: str | Path,
+    left_column: str | None = None,
+    right_column: str | None = None,
+    *,
+    split: str = "train",
+    left_modality: Modality | None = None,
+    right_modality: Modality | None = None,
+    weight_column: str | None = None,
+    quotes: bool | None = None,
+    allow_outside: bool = False,
+    on_error: OnError = "skip",
+) -> PairDataset:
+    """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives,
+    or a table.
+
+    All other arguments are those of `open_corpus`.
+
+    Args:
+        left_column: of a table; by default `image` or `query` or another common name.
+        right_column: of a table; by default `captions`, `document` or another common name.
+        left_modality: of a table: "text", "image" or "vector"; by default as the values look.
+        right_modality: the same for the right column.
+        weight_column: of a table; as for `TablePairs`.
+    """
+    path = with_home(path)
+    kind = detect(path)
+    if kind == "beir" or is_collection(path):
+        return BeirPairs(path, split, on_error=on_error)
+    if kind == "tars":
+        check_split(path, split)
+        return WebDatasetPairs(path, on_error=on_error)
+    if kind == "images":
+        folder = split_folder(path, split)
+        return ImageFolderPairs(
+            folder, weight_column=weight_column, quotes=quotes, on_error=on_error
+        )
+    source = TableSource(
+        path, BadRows(path), split=split, quotes=quotes, allow_outside=allow_outside
+    )
+    # Only without named columns: files of mined negatives may have further ones to train on.
+    if left_column is None and right_column is None and are_mined(source):
+        return MinedPairs(path, split=split, on_error=on_error)
+    left_names = (*names.IMAGES, *names.QUERIES, "filepath", names.TITLE, "file_name")
+    right_names = (*names.CAPTIONS[:2], *names.DOCUMENTS, names.TITLE)
+    left_column = left_column or source.default_column(left_names, "left_column", but=right_column)
+    right_column = right_column or source.default_column(
+        right_names, "right_column", but=left_column
+    )
+    return TablePairs(
+        path,
+        left_column,
+        right_column,
+        split=split,
+        left_modality=left_modality,
+        right_modality=right_modality,
+        weight_column=weight_column,
+        quotes=quotes,
+        allow_outside=allow_outside,
+        on_error=on_error,
+    )
+
+
+def _usual_ids(source: TableSource, main: str, part: str) -> str | None:
+    """The column of ids of the texts in the main column, which may be queries."""
+    if part == "queries" or main in columns_named(source.kinds, names.QUERIES):
+        own = usual_id_column(source, main, of_queries=True)
+        # Beside documents their ids are not those of the queries.
+        if own is not None or first_of(source.kinds, names.DOCUMENTS, but=main) is not None:
+            return own
+    return usual_id_column(source, main)
+
+
+def _main_column(
+    source: TableSource,
+    part: str,
+    modality: Modality | None,
+    text_column: str | None,
+    image_column: str | None,
+) -> tuple[str, Modality]:
+    """The column to embed and what it holds."""
+    if text_column is not None and modality != "image":
+        return text_column, "text"
+    if image_column is not None:
+        return image_column, "image"
+    texts: tuple[str, ...] = names.TEXTS
+    if part == "queries":
+        texts = (*names.QUERIES, *names.TEXTS)
+    elif first_of(source.kinds, names.QUERIES) is not None:
+        # The right column of such pairs, as in `open_pairs`.
+        texts = (*names.DOCUMENTS, *names.TEXTS)
+    defaults: list[tuple[tuple[str, ...], Modality]]
+    defaults = [
+        (names.IMAGES, "image"),
+        (texts, "text"),
+        (names.CAPTIONS, "text"),
+        (names.IMAGE_FILES, "image"),
+    ]
+    for usual, kind in defaults:
+        name = first_of(source.kinds, usual)
+        if name is not None and modality in (kind, None):
+            return name, kind
+    if len(source.kinds) == 1:
+        return _only_column(source), modality or "text"
+    argument = "text_column or image_column" if modality is None else f"{modality}_column"
+    columns = ", ".join(source.kinds)
+    reason = f"cannot tell which column to read; name {argument} (columns: {columns})"
+    raise DualencError(f"{source.path}: {reason}")
+
+
+def _only_column(source: TableSource) -> str:
+    """The one column of a table, whose name is not usual; in csv it may be a text, if the header is
+    missing."""
+    (name,) = source.kinds
+    if source.has_header:
+        if _SENTENCE.search(name) or len(name) > _MAX_NAME:
+            problem = (
+                f"its first line ({name[:60]!r}) looks like a text, not like the name of a column"
+            )
+            fix = "write a line `text` above it, name the file .txt, or name the column (text_column, --text-column)"
+            raise DualencError(f"{source.path}: {problem}; {fix}")
+        report_once(
+            f"{source.path}: its first line is read as the name of its only column, {name!r}"
+        )
+    return name

@@ -1,0 +1,183 @@
+"""The files of a table: in a folder by splits or partitions, without what other programs put beside
+them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from urllib.parse import unquote
+
+from dualenc.data.bad_rows import report_once
+from dualenc.data.readers.images import SPLITS
+from dualenc.data.readers.lines import LINE_FORMATS, file_format, is_empty
+from dualenc.errors import DualencError
+
+TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
+Partition = dict[str, int | str | None]
+"""The keys of the folders that hold a file: of `year=2024/part-0.parquet` the year."""
+
+_MAX_BESIDE = 100_000  # files in subfolders of a table's folder that are looked at
+# Files about the data, by their names without suffixes.
+_ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "requirements")
+_ABOUT_JSON = ("dataset_info.json", "dataset_infos.json", "dataset-metadata.json", "state.json")
+# What keeps the list of a table's valid files: other files in the folder may be of older versions.
+_CATALOGS = {
+    "_delta_log": "Delta table",
+    ".hoodie": "Hudi table",
+    "metadata/*.metadata.json": "Iceberg table",
+}
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+_WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+def is_table(path: Path) -> bool:
+    """True for a file of `TABLE_FORMATS`, unless it is hidden or one about the data, such as
+    README.txt."""
+    name = path.name.lower()
+    if _is_hidden(name) or file_format(path) not in TABLE_FORMATS or name in _ABOUT_JSON:
+        return False
+    return name.split(".")[0] not in _ABOUT and path.is_file()
+
+
+def _is_hidden(name: str) -> bool:
+    """True for names that Spark, Arrow and notebooks give to files which are no data: _SUCCESS,
+    .x.crc, ._x.png."""
+    return name.startswith((".", "_"))
+
+
+def files_in(folder: Path) -> list[Path]:
+    """What a folder holds, sorted; nothing if it does not exist."""
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files in the subfolders of a folder, without hidden ones, sorted in each of them."""
+    for subfolder in files_in(folder):
+        if _is_hidden(subfolder.name) or not subfolder.is_dir():
+            continue
+        for parent, folders, names in os.walk(subfolder):
+            folders[:] = sorted(name for name in folders if not _is_hidden(name))
+            yield from (Path(parent, name) for name in sorted(names) if not _is_hidden(name))
+
+
+def first_word(name: str) -> str:
+    """The beginning of a file's name, which may be its split."""
+    return re.split(r"[._-]", name)[0]
+
+
+def is_split(name: str) -> bool:
+    """True for usual names of splits."""
+    return name.lower() in SPLITS
+
+
+def split_tables(folder: Path) -> dict[str, list[Path]]:
+    """The table files of a folder by split, sorted; those of a folder without splits under one
+    other name.
+
+    Files in the folder and in its `data` folder are of the split with which their names begin.
+    Without such files subfolders named like splits are splits, and of partitions
+    (`year=2024/part-0.parquet`) all files belong together.
+
+    Raises:
+        DualencError: the only tables are in other subfolders, or partitions lie beside tables.
+    """
+    for pattern, kind in _CATALOGS.items():
+        if next(folder.glob(pattern), None) is not None:
+            problem = f"{kind}, whose log says which of its files are valid"
+            raise DualencError(
+                f"{folder}: {problem}; write its rows to parquet files in another folder"
+            )
+    files = [file for file in (*files_in(folder), *files_in(folder / "data")) if is_table(file)]
+    seen = set(files)
+    most = _MAX_BESIDE if files else None
+    subfolders: dict[str, list[Path]] = {}
+    for file in islice(files_below(folder), most):
+        if file not in seen and is_table(file):
+            subfolders.setdefault(_parents(folder, file)[0], []).append(file)
+    parts = {name for name in subfolders if "=" in name}
+    below = [file.relative_to(folder).as_posix() for group in subfolders.values() for file in group]
+    if files and parts:
+        problem = f"a table ({files[0].name}) beside partitions ({min(parts)})"
+        raise DualencError(f"{folder}: {problem}; move one of them to a folder of its own")
+    if files:
+        report_unread(
+            folder, "the tables in this folder are read, those in its subfolders are not", below
+        )
+        return _by_first_word(files)
+    if parts and len(parts) == len(subfolders):
+        return {"": [file for group in subfolders.values() for file in group]}
+    if not all(map(is_split, subfolders)):
+        names = sorted({str(Path(name).parent) for name in below})
+        problem = f"no table in the folder itself, but in its subfolders ({_first(names, 5)})"
+        raise DualencError(f"{folder}: {problem}; name one of these: {folder / names[0]}")
+    return subfolders
+
+
+def _parents(folder: Path, file: Path) -> tuple[str, ...]:
+    """The folders between a folder, or its `data` folder, and a file."""
+    parts = file.relative_to(folder).parts[:-1]
+    return parts[1:] if parts[:1] == ("data",) and len(parts) > 1 else parts
+
+
+def _by_first_word(files: Iterable[Path]) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        word = first_word(file.name)
+        # Numbers tell parts apart, not splits.
+        splits.setdefault("" if word.isdecimal() else word, []).append(file)
+    return splits
+
+
+def _partition_keys(folder: Path, file: Path) -> dict[str, str]:
+    """The `name=value` folders between a folder and a file in it, decoded."""
+    pairs = [part.split("=", 1) for part in _parents(folder, file) if "=" in part]
+    return {unquote(name): unquote(value) for name, value in pairs}
+
+
+def has_splits(splits: Collection[str]) -> bool:
+    """True if names of `split_tables` are splits: a single other name is that of all files."""
+    return len(splits) != 1 or any(map(is_split, splits))
+
+
+def report_unread(folder: Path, what: str, names: Collection[str]) -> None:
+    """Log in one line which files of a folder are not read."""
+    if names:
+        report_once(f"{folder}: {what}: {_first(sorted(names), 3)}")
+
+
+def _first(names: Sequence[str], count: int) -> str:
+    return ", ".join(names[:count]) + (", …" if len(names) > count else "")
+
+
+def without_empty(source: str | Path, files: list[Path]) -> list[Path]:
+    """Files of lines that are not empty, as jobs with nothing to write leave them; all of them if
+    every one is."""
+    empty = [file for file in files if is_empty(file)]
+    if not empty or len(empty) == len(files):
+        return files
+    report_once(f"{source}: {len(empty)} of {len(files)} files are empty (first: {empty[0].name})")
+    return [file for file in files if file not in empty]
+
+
+def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
+    """The keys of each file's partition, decoded; numbers where a key has nothing else. [] without
+    partitions."""
+    rows = [_partition_keys(folder, file) for file in files]
+    names = {name for row in rows for name in row}
+    if not names:
+        return []
+    partitions: list[Partition] = [dict(row) for row in rows]
+    for name in names:
+        values = [row[name] for row in rows if row.get(name, _NULL_PARTITION) != _NULL_PARTITION]
+        are_numbers = all(map(_WHOLE_NUMBER.fullmatch, values))
+        for row in partitions:
+            value = row.get(name, _NULL_PARTITION)
+            row[name] = (
+                None if value == _NULL_PARTITION else int(str(value)) if are_numbers else value
+            )
+    shown = ", ".join(sorted(names))
+    report_once(f"{folder}: the folders of its partitions are read as columns: {shown}")
+    return partitions

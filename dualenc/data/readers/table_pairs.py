@@ -1,0 +1,600 @@
+"""Pairs from tables and folders: columns of any table, mined negatives, images with captions, views
+of images."""
+
+from __future__ import annotations
+
+import logging
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
+from dualenc.data.corpus import image_corpus, table_corpus
+from dualenc.data.item_lists import Joined, Picked, number_items
+from dualenc.data.pairs import PairDataset
+from dualenc.data.ragged import Ragged, distinct
+from dualenc.data.readers.column_names import (
+    CAPTIONS,
+    DOCUMENT_IDS,
+    IMAGE_FILES,
+    QUERY_IDS,
+    first_of,
+    is_none,
+)
+from dualenc.data.readers.detect import CAPTION_FILES, ONLY_SPLIT
+from dualenc.data.readers.images import existing_file, find_images, split_folder
+from dualenc.data.readers.lines import Record, read_records
+from dualenc.data.readers.relevance import Labels, as_number, label_columns, read_labels
+from dualenc.data.readers.tables import ColumnKind, DataTable, TableSource
+from dualenc.data.readers.vectors import open_vectors
+from dualenc.errors import DualencError
+from dualenc.io.reading import is_utf8, with_home
+from dualenc.types import Items, Modality, OnError
+
+logger = logging.getLogger("dualenc.data")
+
+_NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
+
+
+class ColumnPairs(PairDataset):
+    """Pairs between the items of two columns of a table, with ids in order of appearance."""
+
+    has_distinct_items = True
+
+    def __init__(
+        self,
+        left: ItemColumn,
+        right: ItemColumn,
+        negative_columns: Sequence[ItemColumn] = (),
+        *,
+        weight_column: str | None = None,
+        labels: Labels | None = None,
+        deduplicate: bool = True,
+        max_negatives: int | None = None,
+    ) -> None:
+        table = left.table
+        weights = None
+        if weight_column is not None:
+            weights = _weights(table, weight_column)
+            reason = f"no weight of 0 or more in column {weight_column!r}"
+            left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
+        if labels is not None:
+            left, right = without_unlabelled(left, right, labels)
+        paired = paired_positions(left, right)
+        rows = right.rows[paired]
+        pair_weights = None if weights is None else weights[rows]
+        if labels is not None:
+            pair_weights = labels.of_pairs(right, paired)
+            if (pair_weights == 1).all():
+                pair_weights = None
+        items = right.items
+        used = paired
+        negatives = None
+        if negative_columns:
+            negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
+            items = Joined([items, *(column.items for column in negative_columns)])
+            used = np.concatenate([paired, distinct(negatives.values)])
+        # Only items that a pair uses get a number: ids have no gaps.
+        used_rows, pair_row = np.unique(rows, return_inverse=True)
+        left_first, left_number = number_items(left.items, used_rows, deduplicate)
+        right_first, number = number_items(items, used, deduplicate)
+        right_number = np.full(len(items), -1, dtype=np.int64)
+        right_number[used] = number
+        super().__init__(
+            Picked(left.items, left_first),
+            Picked(items, right_first),
+            left_number[pair_row],
+            right_number[paired],
+            weights=pair_weights,
+            left_modality=left.modality,
+            right_modality=right.modality,
+        )
+        if negatives is not None:
+            self._add_negatives(table, negatives.take(rows), right_number, rows)
+        self.skipped = table.bad_rows.report()
+
+    def _add_negatives(
+        self, table: DataTable, positions: Ragged, right_number: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Give each pair the negatives of its row, apart from those that are positives of its left
+        item.
+
+        A row with several positives makes several pairs, each with all negatives of the row.
+        """
+        ids = Ragged(right_number[positions.values], positions.offsets)
+        query = np.repeat(self.left_id, ids.lengths)
+        # A pair as one number, to look for all (query, negative) among all (query, positive) at
+        # once.
+        pairs = self.left_id * self.num_right + self.right_id
+        positive = np.isin(query * self.num_right + ids.values, pairs)
+        if positive.any():
+            pair = np.repeat(np.arange(len(self)), ids.lengths)[np.argmax(positive)]
+            position = table.position(int(rows[pair]))
+            reason = "negative that is also a positive"
+            table.bad_rows.add(
+                reason, position, "remove it from the negatives", int(positive.sum())
+            )
+        self.negatives = ids.keep(~positive & ids.first_in_row())
+
+
+def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
+    """The positions (M,) of right values that make a pair; the faults of all others are counted."""
+    table = left.table
+    if left.is_list:
+        raise DualencError(
+            f"{table.source}: the left column holds lists; name it as right_column instead"
+        )
+    good_rows = left.usable()
+    in_good_row = good_rows[right.rows]
+    left.skip()
+    # A row with an empty list has no value on the right that could be counted as bad.
+    is_empty = np.bincount(right.rows, minlength=len(good_rows)) == 0
+    right.skip(in_good_row, np.flatnonzero(is_empty & good_rows))
+    paired = np.flatnonzero(right.usable() & in_good_row)
+    table.bad_rows.require(len(paired), "pair")
+    return paired
+
+
+def without_unlabelled(
+    left: ItemColumn, right: ItemColumn, labels: Labels
+) -> tuple[ItemColumn, ItemColumn]:
+    """The columns with a fault where a row, or an entry of its lists, has no label."""
+    is_missing = np.isnan(labels.values)
+    fault = (f"no label in column {labels.name!r}", is_missing, "fill it in or remove the row")
+    if labels.of_entries:
+        return left, right.with_fault(*fault)
+    return left.with_fault(*fault), right
+
+
+def _read_negatives(
+    columns: Sequence[ItemColumn], paired_rows: np.ndarray, start: int, max_negatives: int | None
+) -> Ragged:
+    """The positions, from `start` on, of the negatives' values in each row of the table."""
+    for column in columns:
+        # An empty cell is no negative, and its pair stays: only what is empty in a list is a bad
+        # sample.
+        column.skip(True if column.is_list else ~column.is_empty)
+    usable = np.concatenate([column.usable() for column in columns])
+    rows = np.concatenate([column.rows for column in columns])
+    num_rows = len(columns[0].table)
+    # Negatives of rows without a pair are never used, and would be items without a query.
+    has_pair = np.bincount(paired_rows, minlength=num_rows) > 0
+    to_use = np.flatnonzero(usable & has_pair[rows])
+    to_use = to_use[np.argsort(rows[to_use], kind="stable")]
+    positions = Ragged.from_sorted(rows[to_use], start + to_use, num_rows)
+    if max_negatives is not None:
+        rank = np.arange(len(to_use)) - np.repeat(positions.offsets[:-1], positions.lengths)
+        positions = positions.keep(rank < max_negatives)
+    return positions
+
+
+def _weights(table: DataTable, name: str) -> np.ndarray:
+    """The weight (M,) of each row, float32; NaN where the column holds no number of 0 or more."""
+    weights = np.full(len(table), np.nan, np.float32)
+    for row, value in enumerate(table.column(name).to_pylist()):
+        with suppress(ValueError, TypeError):
+            weights[row] = float(as_number(value))  # type: ignore[arg-type]
+    weights[~np.isfinite(weights) | (weights < 0)] = np.nan
+    return weights
+
+
+class TablePairs(ColumnPairs):
+    """Pairs from any table: local files, a saved data set, or the Hugging Face hub.
+
+        TablePairs("photos.parquet", left_column="image", right_column="captions")
+
+    Args:
+        path: a .jsonl, .json, .csv, .tsv, .txt or .parquet file, a glob or folder of such files, a
+            folder written by `datasets.save_to_disk`, or a hub name.
+        left_column: query or image. Images are file contents, `datasets` images, or paths relative
+            to the table.
+        right_column: document or caption; a list of captions makes one pair each.
+        negative_column: mined negatives, one or a list of what the right column holds; or several
+            such columns. By default those named `negative`, `negative_1`, …; [] reads none.
+        split: of a folder, a saved data set or a hub name.
+        subset: configuration of a hub data set.
+        left_modality: "text", "image" or "vector"; by default as the values look.
+        right_modality: the same for the right column.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that
+            you trust.
+        weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs. In
+            evaluations on the pairs a weight of 0 is not relevant, and any other is. By default a
+            column with a usual name (label, score, clicked, …) that holds labels: 0 is a weight of
+            0, and any grade above one of 1. `none` reads none.
+        deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
+        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header
+            is in quotes.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        left_column: str,
+        right_column: str,
+        negative_column: str | Sequence[str] | None = None,
+        *,
+        split: str = "train",
+        subset: str | None = None,
+        left_modality: Modality | None = None,
+        right_modality: Modality | None = None,
+        allow_outside: bool = False,
+        weight_column: str | None = None,
+        deduplicate: bool = True,
+        quotes: bool | None = None,
+        on_error: OnError = "skip",
+    ) -> None:
+        source = TableSource(
+            path,
+            BadRows(path, on_error),
+            split=split,
+            subset=subset,
+            quotes=quotes,
+            allow_outside=allow_outside,
+        )
+        kinds = source.kinds
+        if negative_column is None:
+            negative_column = _default_negatives(source, (left_column, right_column))
+        negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
+        columns: dict[str, ColumnKind] = {left_column: "value", right_column: "list"}
+        if (left_modality or kinds.get(left_column)) == "vector":
+            columns[left_column] = "vector"
+        elif source.written_lists.get(left_column) == "list":
+            columns[left_column] = "list"
+        if (right_modality or kinds.get(right_column)) == "vector":
+            columns[right_column] = "vector"
+        columns |= dict.fromkeys(negatives, columns[right_column])
+        likely = label_columns(kinds, columns) if weight_column is None else []
+        weight_column = None if is_none(weight_column) else weight_column
+        columns |= {name: source.label_kind(name) for name in likely}
+        if weight_column is not None:
+            columns[weight_column] = "value"
+        table = source.open(columns)
+        left = read_column(table, left_column, left_modality)
+        right = read_column(table, right_column, right_modality)
+        beside_images = "image" in (left.modality, right.modality)
+        super().__init__(
+            left,
+            right,
+            [read_column(table, name, right.modality) for name in negatives],
+            weight_column=weight_column,
+            labels=read_labels(table, likely, right, "weight_column", beside_images=beside_images),
+            deduplicate=deduplicate,
+        )
+
+
+def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
+    """The columns of mined negatives by their names, in the order of their numbers; numbers are
+    none of texts."""
+    place = {}
+    for name in source.kinds:
+        match = _NEGATIVE_NAME.fullmatch(name)
+        if match and name not in but:
+            if source.holds_numbers(name) and not source.holds_numbers(but[1]):
+                logger.warning(
+                    "%s: column %r holds numbers, and is not read as mined negatives",
+                    source.path,
+                    name,
+                )
+                continue
+            place[name] = int(match[1] or 0)
+    return sorted(place, key=place.__getitem__)
+
+
+def are_mined(source: TableSource) -> bool:
+    """Whether a table has the columns of mined negatives, whose `pos` is no column of numbers, such
+    as a sentiment."""
+    return "positive_passages" in source.kinds or (
+        "pos" in source.kinds and not source.holds_numbers("pos")
+    )
+
+
+class MinedPairs(ColumnPairs):
+    """Pairs with mined negatives, one query a line, as FlagEmbedding and Tevatron write them.
+
+    FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …,
+    "positive_passages": [{"docid", "title", "text"}, …], "negative_passages": […]}`, whose titles
+    are joined to the texts. A query with several positives makes one pair each.
+
+    With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid`
+    of Tevatron's lines, so that one file serves for the texts and for their embeddings, or `query`,
+    `pos` and `neg`.
+
+    Args:
+        path: a .jsonl file, or a glob of them.
+        max_negatives: keep that many negatives of each query, from the front.
+        split: of a folder of files, which of them.
+        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
+        queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors
+            and ids.
+        documents: likewise of positives and negatives.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        max_negatives: int | None = None,
+        split: str = "train",
+        on_error: OnError = "skip",
+        queries: str | Path | None = None,
+        documents: str | Path | None = None,
+    ) -> None:
+        if (queries is None) != (documents is None):
+            fix = "queries and documents are given together; name the vectors of both"
+            raise DualencError(f"{path}: {fix}")
+        bad_rows = BadRows(path, on_error)
+        columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
+        if queries is None or documents is None:
+            source = _mined_source(path, bad_rows, split, _mined_texts)
+            table = source.open(columns, optional=("neg",))
+            query, pos, neg = (read_column(table, name, "text") for name in columns)
+        else:
+            left = open_vectors(queries, bad_rows=bad_rows)
+            right = open_vectors(documents, bad_rows=bad_rows)
+            # Of vectors the file holds the ids alone.
+            source = _mined_source(path, bad_rows, split, _mined_ids)
+            table = source.open(columns, optional=("neg",))
+            query = read_ids(table, "query", left.ids, left.items)
+            pos = read_ids(table, "pos", right.ids, right.items)
+            neg = read_ids(table, "neg", right.ids, right.items)
+        for name in label_columns(source.kinds, columns):
+            if source.kinds[name] == "value":
+                logger.warning(
+                    "%s: column %r is not read: pos and neg say what matches", path, name
+                )
+        super().__init__(query, pos, [neg], max_negatives=max_negatives)
+
+
+def _mined_source(
+    path: str | Path, bad_rows: BadRows, split: str, reshape: Callable[[Record], Record]
+) -> TableSource:
+    """A table of mined negatives; rows of parquet files with nested passages are read as lines
+    are."""
+    source = TableSource(path, bad_rows, split=split, reshape=reshape)
+    if "positive_passages" in source.kinds and source.dataset is None:
+        return replace(source, as_records=True)
+    if "positive_passages" in source.kinds:
+        problem = "has nested passages, which are read from files"
+        raise DualencError(
+            f'{path}: {problem}; save it by Dataset.to_json("mined.jsonl") and name that file'
+        )
+    return source
+
+
+# Named functions, not partials: the cache of a table is keyed by the function's name.
+
+
+def _mined_texts(record: Record) -> Record:
+    """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns checks
+    the values."""
+    return _flat_passages(record, _text_of_passage)
+
+
+def _mined_ids(record: Record) -> Record:
+    flat = _flat_passages(
+        record, lambda passage: passage.get(first_of(passage, DOCUMENT_IDS) or "id")
+    )
+    return (
+        {**flat, "query": record.get(first_of(record, QUERY_IDS) or "query_id")}
+        if flat is not record
+        else record
+    )
+
+
+def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
+    """A record with lists `pos` and `neg` in place of nested passages; unchanged if it has none."""
+    if "positive_passages" not in record:
+        return record
+    flat = dict(record)
+    for name, nested in (("pos", "positive_passages"), ("neg", "negative_passages")):
+        passages = record.get(nested)
+        flat[name] = passages
+        if isinstance(passages, list):
+            flat[name] = [
+                value_of(entry) if isinstance(entry, dict) else entry for entry in passages
+            ]
+    return flat
+
+
+def _text_of_passage(passage: Record) -> str | Record:
+    parts = [passage.get(name) for name in ("title", "text")]
+    # Left as it is, for the reader of the column to refuse.
+    if any(not isinstance(part, (str, NoneType)) for part in parts):
+        return passage
+    return " ".join(part or "" for part in parts).strip()
+
+
+class ImageFolderPairs(ColumnPairs):
+    """Images of a folder with their captions.
+
+    The captions are in a table `metadata.*` or `captions.*` in the folder, with a column of file
+    names (file_name, image, filename, path) and one of captions, or lists of them (captions,
+    caption, text). Without a table, `photo.txt` holds the captions of `photo.jpg`, one per line.
+
+    Args:
+        path: the folder of images; of one that is divided into splits (`train`, `val`, …) its
+            subfolder `train`.
+        weight_column: as for `TablePairs`.
+        deduplicate: equal captions, and equal paths of images, are the same item and share an id.
+        quotes: as for `TablePairs`.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        weight_column: str | None = None,
+        deduplicate: bool = True,
+        quotes: bool | None = None,
+        on_error: OnError = "skip",
+    ) -> None:
+        folder = with_home(Path(path))
+        file = _captions_file(folder)
+        if file is None:
+            folder = split_folder(folder, ONLY_SPLIT)
+            file = _captions_file(folder)
+        bad_rows = BadRows(path if file is None else file, on_error)
+        names = find_images(folder)
+        likely: list[str] = []
+        if file is None:
+            table = _table_of_text_files(folder, names, bad_rows)
+            image_column = "image"
+            caption_column = "captions"
+        else:
+            # Links among a folder's images are followed.
+            source = TableSource(file, bad_rows, quotes=quotes, allow_outside=True)
+            image_column = source.default_column(IMAGE_FILES, "image_column")
+            caption_column = source.default_column(CAPTIONS, "caption_column")
+            columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
+            likely = label_columns(source.kinds, columns) if weight_column is None else []
+            weight_column = None if is_none(weight_column) else weight_column
+            columns |= {name: source.label_kind(name) for name in likely}
+            if weight_column is not None:
+                columns[weight_column] = "value"
+            table = source.open(columns)
+            table = _rows_of_files(table, image_column, names)
+        captions = read_column(table, caption_column, "text")
+        super().__init__(
+            read_column(table, image_column, "image"),
+            captions,
+            weight_column=weight_column,
+            labels=read_labels(table, likely, captions, "weight_column", beside_images=True),
+            deduplicate=deduplicate,
+        )
+
+
+def _captions_file(folder: Path) -> Path | None:
+    """The table of captions in a folder, if there is one."""
+    return next((folder / name for name in CAPTION_FILES if (folder / name).is_file()), None)
+
+
+def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> DataTable:
+    """The rows whose image is in the folder: found by name, so they lead nowhere else."""
+    # Accents may be composed otherwise in the table than in the names of files.
+    known = {unicodedata.normalize("NFC", name) for name in names}
+    rows = []
+    for row, name in enumerate(Column(table, image_column, "text").values()):
+        if not name or unicodedata.normalize("NFC", Path(name).as_posix()) in known:
+            rows.append(row)
+        else:
+            fix = f"{name!r} is not in {table.root}"
+            table.bad_rows.add("image that is not in the folder", table.position(row), fix)
+    if len(rows) == len(table):
+        return table
+    return replace(table, dataset=table.dataset.select(rows).flatten_indices())
+
+
+def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> DataTable:
+    """The captions in `photo.txt` for each `photo.jpg`, one per line."""
+    from datasets import Dataset, Features, List, Value
+
+    rows = []
+    for name in names:
+        if not is_utf8(name):
+            bad_rows.add(
+                "image whose name is not UTF-8", ascii(str(folder / name)), "rename the file"
+            )
+            continue
+        file = existing_file(folder, str(Path(name).with_suffix(".txt")))
+        records = read_records(file, bad_rows) if file.is_file() else ()
+        captions = [record["text"].strip() for _, record in records]
+        if captions:
+            rows.append({"image": name, "captions": captions})
+        else:
+            fix = f"write one to {file.name}"
+            bad_rows.add("image without a caption", str(folder / name), fix)
+    bad_rows.require(len(rows), "image with a caption")
+    # Explicit, because an empty first list has no type to infer.
+    features = Features({"image": Value("string"), "captions": List(Value("string"))})
+    dataset = Dataset.from_list(rows, features=features)
+    return DataTable(str(folder), dataset, bad_rows, folder, allow_outside=True)
+
+
+class ImageViews(PairDataset):
+    """Images that are their own partners: `left_id == right_id == index`.
+
+    Args:
+        images: raw images.
+        labels: their class numbers (N,), -1 where there is none, if they have any; not used in
+            training.
+        class_names: the name of each class number.
+    """
+
+    views = True
+
+    def __init__(
+        self, images: Items, labels: np.ndarray | None = None, class_names: list[str] | None = None
+    ) -> None:
+        super().__init__(images, images, left_modality="image", right_modality="image")
+        self.labels = labels
+        self.class_names = class_names
+
+    def subset(self, rows: np.ndarray) -> ImageViews:
+        """The images of some rows (n,), in their order."""
+        labels = None if self.labels is None else self.labels[rows]
+        return ImageViews(Picked(self.left_items, rows), labels, self.class_names)
+
+    def sample(self, count: int, seed: int = 0) -> ImageViews:
+        """At most `count` random images; files are often sorted by class, so their head is no
+        sample."""
+        return self.subset(np.random.default_rng(seed).permutation(len(self))[:count])
+
+
+class TableViews(ImageViews):
+    """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
+
+    The arguments `path`, `split`, `subset`, `quotes`, `allow_outside` and `on_error` are those of
+    `TablePairs`.
+
+    Args:
+        image_column: file contents, `datasets` images, or paths relative to the table.
+        label_column: class numbers or names; by default `label`, if there is such a column.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        image_column: str = "image",
+        label_column: str | None = None,
+        *,
+        split: str = "train",
+        subset: str | None = None,
+        allow_outside: bool = False,
+        quotes: bool | None = None,
+        on_error: OnError = "skip",
+    ) -> None:
+        bad_rows = BadRows(path, on_error)
+        source = TableSource(
+            path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
+        )
+        optional = () if label_column else ("label",)
+        label_column = label_column or "label"
+        corpus = table_corpus(
+            source, image_column, "image", optional=optional, label_column=label_column
+        )
+        super().__init__(corpus.items, corpus.labels, corpus.class_names)
+        self.skipped = bad_rows.report()
+
+
+class ImageFolderViews(ImageViews):
+    """Images of a folder and its subfolders, sorted by name; the first subfolder, if there is one,
+    is the class.
+
+    Args:
+        path: the folder; of one that is divided into splits (`train`, `val`, …) its subfolder
+            `train`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        corpus = image_corpus(split_folder(path, ONLY_SPLIT))
+        super().__init__(corpus.items, corpus.labels, corpus.class_names)

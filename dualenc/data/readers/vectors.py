@@ -1,0 +1,148 @@
+"""Corpora and pairs of vectors: folders of embeddings, .npy files, or columns of lists of
+numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.columns import matrix_faults, usable
+from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
+from dualenc.data.item_lists import Picked, VectorItems, number_items
+from dualenc.data.pairs import PairDataset
+from dualenc.data.readers.column_names import VECTORS, is_none
+from dualenc.data.readers.detect import ONLY_SPLIT, check_split, detect
+from dualenc.data.readers.id_columns import usual_id_column
+from dualenc.data.readers.tables import TableSource, check_columns
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.errors import DualencError, explain
+from dualenc.io.reading import with_home
+from dualenc.types import OnError, one_or_several
+
+
+class VectorPairs(PairDataset):
+    """Pairs of vectors with the same id, from two sources.
+
+        VectorPairs("emb/questions", "emb/answers")
+
+    Ids are those of a folder of embeddings, of a table's column `_id` or another usual name, or
+    else row numbers. Two columns of one table are a matter for `TablePairs`, queries with several
+    documents for `BeirPairs`.
+
+    Args:
+        left: folder of embeddings, .npy file of shape (N, D), or table with a column `vector` or
+            another usual name.
+        right: the same.
+        deduplicate: equal vectors of one side are the same item and share an id.
+        on_error: "skip" leaves out, counts and reports vectors that are missing, not finite or
+            zero; "raise" stops at the first. A table with vectors of two sizes is refused.
+    """
+
+    has_distinct_items = True
+
+    def __init__(
+        self,
+        left: str | Path,
+        right: str | Path,
+        *,
+        deduplicate: bool = True,
+        on_error: OnError = "skip",
+    ) -> None:
+        bad_rows = BadRows(left, on_error)
+        lefts = open_vectors(left, bad_rows=bad_rows)
+        rights = open_vectors(right, bad_rows=bad_rows)
+        rows = rows_of(rights.ids, lefts.ids)
+        unpaired = sorted(set(lefts.ids) ^ set(rights.ids))
+        if unpaired:
+            reason = "vector without a partner of the same id"
+            fix = "give it one or remove it"
+            bad_rows.add(reason, f"id {unpaired[0]!r}", fix, len(unpaired))
+        left_rows = np.flatnonzero(rows >= 0)
+        bad_rows.require(len(left_rows), "pair")
+        left_first, left_id = number_items(lefts.items, left_rows, deduplicate)
+        right_first, right_id = number_items(rights.items, rows[left_rows], deduplicate)
+        super().__init__(
+            Picked(lefts.items, left_first),
+            Picked(rights.items, right_first),
+            left_id,
+            right_id,
+            left_modality="vector",
+            right_modality="vector",
+        )
+        self.skipped = bad_rows.report()
+
+
+def open_vectors(
+    source: str | Path,
+    column: str | None = None,
+    *,
+    id_column: str | None = None,
+    split: str = ONLY_SPLIT,
+    columns: Sequence[str] = (),
+    bad_rows: BadRows,
+) -> Corpus:
+    """Open vectors to train on or to embed, without those that are not finite or zero; as for
+    `open_corpus`."""
+    columns = list(one_or_several(columns))
+    source = with_home(source)
+    if detect(source) == "vectors":
+        check_split(source, split)
+        return _open_matrix(source, columns, bad_rows)
+    table = TableSource(source, bad_rows, split=split)
+    if column is None:
+        lists = [name for name, kind in table.kinds.items() if kind == "vector"]
+        usual = [*VECTORS, *lists] if len(lists) == 1 else VECTORS
+        column = table.default_column(usual, "the vectors")
+    if id_column is None:
+        id_column = usual_id_column(table, column)
+        if id_column is None:
+            id_column = usual_id_column(table, column, of_queries=True)
+    return table_corpus(
+        table,
+        column,
+        "vector",
+        id_column=None if is_none(id_column) else id_column,
+        columns=columns,
+    )
+
+
+def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) -> Corpus:
+    """The vectors of a folder of embeddings or a .npy file."""
+    if Path(source).suffix == ".npy":
+        matrix = load_npy(Path(source))
+        opened = Embeddings([str(row) for row in range(len(matrix))], matrix)
+    else:
+        opened = Embeddings.open(source)
+    stored = pa.table({}) if opened.columns is None else opened.columns
+    check_columns(str(source), stored.column_names, columns)
+    position_of = partial("{} row {}".format, source)
+    faults = matrix_faults(opened.vectors)
+    for reason, (bad, fix) in faults.items():
+        if bad.any():
+            bad_rows.add(reason, position_of(int(np.argmax(bad))), fix, int(bad.sum()))
+    names = list(opened.ids)  # much faster than one by one
+    rows = np.flatnonzero(usable(faults))
+    ids, positions = distinct_ids(names, rows, bad_rows, position_of, "vector")
+    selected = stored.select(columns).take(positions) if columns else None
+    return Corpus(ids, Picked(VectorItems(opened.vectors), positions), "vector", columns=selected)
+
+
+def load_npy(path: Path) -> np.ndarray:
+    """Map a .npy file of shape (N, D) into memory, one vector (D,) as (1, D); pickled objects are
+    never loaded."""
+    if not path.is_file():
+        raise DualencError(f"{path}: no such file; give a .npy file of shape (N, D)")
+    with explain(f"{path}: no readable .npy file", "write it with numpy.save"):
+        matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+    if matrix.ndim == 1:
+        matrix = matrix[None]
+    if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
+        contents = f"{matrix.dtype} of shape {matrix.shape}"
+        raise DualencError(f"{path}: holds {contents}, where numbers of shape (N, D) are needed")
+    return matrix

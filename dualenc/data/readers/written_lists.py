@@ -1,0 +1,84 @@
+"""Lists that are written as texts, as csv files of pandas hold them: JSON, Python's literals, or
+NumPy's arrays."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Iterable
+from typing import Any
+
+_MAX_CHARACTERS = 1 << 24
+_LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
+# Between two strings of Python nothing stands for one string, and in NumPy's arrays for two.
+_NEIGHBORS = re.compile(r"""['"]\s+[A-Za-z]{0,2}['"]""")
+_NUMBERS = re.compile(
+    r"\s*\[\s*(?:[-+0-9.eE]+|nan|inf|-inf)(?:\s+(?:[-+0-9.eE]+|nan|inf|-inf))*\s*\]\s*"
+)
+
+
+def parse_list(text: object) -> list[Any] | None:
+    """The texts or the numbers of a list that is written as a text; None if it is anything else.
+    Nothing is run."""
+    if not isinstance(text, str) or len(text) > _MAX_CHARACTERS or not _LIST.fullmatch(text):
+        return None
+    values: Any
+    try:
+        values = _of_numpy(text) if _NUMBERS.fullmatch(text) else _parsed(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError):
+        return None
+    is_plain = isinstance(values, list) and all(
+        value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool))
+        for value in values
+    )
+    has_one_kind = (
+        is_plain and len({isinstance(value, str) for value in values if value is not None}) < 2
+    )
+    return values if has_one_kind else None
+
+
+def _of_numpy(text: str) -> list[Any]:
+    """The numbers of an array, `[1. 2.]`; whole ones stay whole."""
+    words = text.strip()[1:-1].split()
+    convert = int if all(word.lstrip("+-").isdecimal() for word in words) else float
+    return [None if word.lstrip("+-") in ("nan", "inf") else convert(word) for word in words]
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=lambda name: None)
+    except ValueError:
+        pass
+    if not _NEIGHBORS.search(text):
+        return ast.literal_eval(text.strip())
+    values = []
+    for token in tokenize.generate_tokens(io.StringIO(" ".join(text.split("\n"))).readline):
+        if token.type == tokenize.STRING:
+            values.append(ast.literal_eval(token.string))
+        elif token.string not in ("[", "]", ",", "") and token.type != tokenize.NEWLINE:
+            raise ValueError("no list of strings")
+    return values
+
+
+def kind_of_written(values: Iterable[object]) -> str | None:
+    """ "vector" or "list" if all values that are not blank are such lists written as texts; else
+    None."""
+    kinds = set()
+    has_entries = False
+    for value in values:
+        if value is None or (isinstance(value, str) and not value.strip()) or value != value:
+            continue
+        entries = parse_list(value)
+        if entries is None:
+            return None
+        types = {type(entry) for entry in entries} - {type(None), int}
+        has_entries = has_entries or bool(entries)
+        if types:
+            kinds.add("vector" if types == {float} else "list")
+    # Whole numbers may be ids, or vectors beside others with fractions.
+    if not kinds and has_entries:
+        return "list"
+    return kinds.pop() if len(kinds) == 1 else None

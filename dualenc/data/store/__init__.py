@@ -1,0 +1,1 @@
+"""Ids, vectors and columns in Arrow files."""

@@ -1,0 +1,104 @@
+"""The data cache: Arrow files converted from tables, and indexes of tars, next to the caches of
+`datasets`.
+
+`datasets` takes over a second to import, so modules of `dualenc.data` import it inside the
+functions that need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from tqdm import tqdm
+
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.store.identity import digest_of, file_identity
+from dualenc.errors import explain
+from dualenc.io.files import atomic_path, write_json
+from dualenc.io.reading import read_json_object
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+IN_MEMORY_BYTES = 32 << 20
+"""Files that are smaller than this together are kept in memory instead of the cache folder."""
+BATCH_ROWS = 2000
+VERSION = 9
+"""Of what the cache holds; raise it when the reading changes."""
+
+
+def cache_folder() -> Path:
+    """Where converted and fetched files are kept: `dualenc` in the cache folder of `datasets`
+    ($HF_DATASETS_CACHE)."""
+    import datasets
+
+    return Path(datasets.config.HF_DATASETS_CACHE) / "dualenc"
+
+
+def cache_option(source: str | Path) -> dict[str, str]:
+    """The `cache_dir` to load a folder with: `datasets` notices no change of files in a folder with
+    a README.md."""
+    files = sorted(file for file in Path(source).rglob("*") if file.is_file())
+    if not files:
+        return {}
+    digest = digest_of([f"{file} {file_identity(file, read=False).decode()}" for file in files])
+    return {"cache_dir": str(cache_folder() / "folders" / digest)}
+
+
+def record_batches(rows: Iterable[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Rows in batches of `BATCH_ROWS`."""
+    remaining = iter(rows)
+    while block := list(islice(remaining, BATCH_ROWS)):
+        yield pa.RecordBatch.from_pylist(block, schema=schema)
+
+
+def cached_dataset(
+    read: Callable[[BadRows], Iterator[pa.RecordBatch]],
+    schema: pa.Schema,
+    files: Sequence[Path],
+    key: object,
+    bad_rows: BadRows,
+) -> Dataset:
+    """A data set of the record batches that `read` makes of files: in memory if these are small,
+    else a mapped file.
+
+    In the cache folder it is stored by `key` and the paths, times and contents of the files, with
+    the bad rows counted.
+    """
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    own = BadRows(bad_rows.source, bad_rows.on_error)
+    batches = tqdm(
+        read(own), files[0].name, unit=" rows", unit_scale=BATCH_ROWS, delay=2, leave=False
+    )
+    if sum(file.stat().st_size for file in files) <= IN_MEMORY_BYTES:
+        dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches, schema)))
+        bad_rows.update(own.counts, own.first)
+        return dataset
+    # Contents under one key never change: two processes may write the same file.
+    facts = [
+        f"{file.resolve()} {file.stat().st_mtime_ns} {file_identity(file).decode()}"
+        for file in files
+    ]
+    target = cache_folder() / f"{digest_of([f'{VERSION} {key}', *facts])}.arrow"
+    counts = target.with_suffix(".json")
+    if not target.is_file():
+        failure = f"{target.parent}: cannot write the data cache"
+        with (
+            explain(failure, "set HF_DATASETS_CACHE to another folder"),
+            atomic_path(target) as part,
+        ):
+            with pa.ipc.new_stream(str(part), schema) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+            # Before the table has its name: wherever a process is killed, a table has its counts.
+            write_json(counts, {"counts": own.counts, "first": own.first})
+    with explain(f"{target}: damaged data cache", "remove this file"):
+        stored = read_json_object(counts, {"counts": dict, "first": dict})
+        bad_rows.update(stored["counts"], stored["first"])
+        return Dataset.from_file(str(target))

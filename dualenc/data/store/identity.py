@@ -1,0 +1,120 @@
+"""Data fingerprints: checksums of item contents, to refuse resuming on changed data.
+
+Nothing depends on workers, processes or folders above the data. Sets up to a size are identified by
+their contents alone; of larger ones a sample of the contents is read, and sizes and modification
+times of all files count too, so copy them with their times (`cp -p`, `rsync -t`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from dualenc.errors import BadSample
+from dualenc.io.reading import open_regular
+from dualenc.types import Items, Modality
+
+MAX_TEXTS = 1 << 21
+"""Sets of more texts are sampled."""
+MAX_IMAGES = 1 << 16
+"""Sets of more images are sampled."""
+SAMPLED_TEXTS = 1 << 18
+SAMPLED_IMAGES = 1 << 12
+
+_TEXT_BLOCK = 1 << 14
+_IMAGE_BLOCK = 1 << 8  # items whose contents are in memory together
+_MAX_BYTES = 1 << 26  # of files whose contents are read
+
+
+def items_identity(items: Items, modality: Modality = "text") -> str:
+    """Checksum of N raw items in their order, in hexadecimal.
+
+    Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random
+    sample (262,144 texts, 4,096 images) is read; of the others the length of a text, or the size
+    and time of a file count. A collection may have a method `item_identity(row, read) -> bytes`
+    that identifies an item without decoding it.
+    """
+    is_image = modality == "image"
+    max_read = MAX_IMAGES if is_image else MAX_TEXTS
+    block = _IMAGE_BLOCK if is_image else _TEXT_BLOCK
+    all_rows = np.arange(len(items))
+    passes = [(all_rows, True)]
+    if len(items) > max_read and modality != "vector":
+        # The seed is fixed: every process and every run looks at the same sample.
+        size = SAMPLED_IMAGES if is_image else SAMPLED_TEXTS
+        draws = np.random.default_rng(0).integers(len(items), size=size)
+        passes = [(all_rows, False), (np.unique(draws), True)]
+    digest = hashlib.blake2b(f"{len(items)} {modality}".encode(), digest_size=16)
+    for rows, read in passes:
+        for start in range(0, len(rows), block):
+            _add(digest, identities(items, rows[start : start + block], read))
+    return digest.hexdigest()
+
+
+def identities(items: Items, rows: np.ndarray, read: bool) -> list[bytes]:
+    """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no
+    reading."""
+    return [item_identity(items, row, read) for row in rows.tolist()]
+
+
+def item_identity(items: Items, row: int, read: bool) -> bytes:
+    """The identity of one item."""
+    if hasattr(items, "item_identity"):
+        return items.item_identity(row, read)
+    try:
+        return contents(items[row]) if read else b""
+    except (BadSample, OSError):
+        return b"unreadable"
+
+
+def file_identity(path: Path, read: bool = True) -> bytes:
+    """Size and contents of a file; size and modification time if it is not read or above 64 MiB."""
+    try:
+        with open_regular(path) as stream:
+            status = path.stat()
+            if not read or status.st_size > _MAX_BYTES:
+                return f"{status.st_size} {status.st_mtime_ns}".encode()
+            digest = hashlib.blake2b(stream.read(), digest_size=16)
+            return f"{status.st_size} {digest.hexdigest()}".encode()
+    except (OSError, ValueError):
+        return b"unreadable"
+
+
+def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
+    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal; None is left out."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        if part is None:
+            continue
+        values: Iterable[Any] = [part] if isinstance(part, (str, bytes)) else part
+        if isinstance(part, np.ndarray):
+            values = [f"{part.dtype.str}{part.shape}", part]
+        _add(digest, [contents(value) for value in values])
+    return digest.hexdigest()
+
+
+def plain_values(part: object) -> dict[str, str | int | float]:
+    """The attributes of an object that are texts and numbers: its settings, for a fingerprint."""
+    return {
+        name: value for name, value in vars(part).items() if isinstance(value, str | int | float)
+    }
+
+
+def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
+    """Lengths first, so that no two lists of values look alike when concatenated."""
+    digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())
+    digest.update(b"".join(values))
+
+
+def contents(item: Any) -> bytes:
+    """A text, vector, image or some bytes as bytes, equal for equal items."""
+    if isinstance(item, Image.Image):
+        return f"{item.mode} {item.size} ".encode() + item.tobytes()
+    if isinstance(item, np.ndarray):
+        return item.tobytes()
+    return item if isinstance(item, bytes) else str(item).encode(errors="surrogatepass")

@@ -1,0 +1,299 @@
+"""Item tables: ids, texts and columns of N items in memory-mapped Arrow files, and the row of an
+id.
+
+    *.arrow      Arrow IPC files with the columns id, text where texts are kept (their beginnings),
+                 text:hash, which tells whole texts apart, and the user's columns
+    order.npy    (N,) uint32: the rows in the order of their ids, for binary search
+
+Besides its characters an id takes 8 bytes on disk and none in memory. Files may be damaged or made
+by somebody else: structure and offsets of strings are checked when they are opened.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import ipc
+
+from dualenc.errors import DualencError, explain
+from dualenc.io.files import atomic_path, save_array
+from dualenc.io.reading import is_utf8
+from dualenc.types import check_several
+
+ITEMS = "items.arrow"
+ORDER = "order.npy"
+HASH = "text:hash"
+"""Column of `text_hash`; columns of users have no colon."""
+BATCH_ROWS = 2**14
+MANY_IDS = 1000
+"""For more ids than this, one pass over all of them is faster than a binary search for each."""
+_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+
+
+class Texts(Sequence[str]):
+    """N strings of a column, mapped from files and decoded when they are requested; errors name
+    `path` and `fix`."""
+
+    def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str) -> None:
+        self.strings = strings
+        self.path = path
+        self.fix = fix
+        # Offsets are checked here, so that no other memory is ever read; strings only when they are
+        # decoded.
+        with explain(f"{path}: corrupt", fix):
+            if strings.type not in _BYTES:
+                raise ValueError(f"{strings.type} instead of strings")
+            self.as_bytes = pa.chunked_array(
+                [chunk.view(_BYTES[strings.type]) for chunk in strings.chunks]
+            )
+            self.as_bytes.validate(full=True)
+            if strings.null_count:
+                raise ValueError("a string is missing")
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+    def __getitem__(self, row: Any) -> Any:
+        try:
+            value = self.strings[row]
+            return value.to_pylist() if isinstance(row, slice) else value.as_py()
+        except UnicodeDecodeError as error:
+            raise DualencError(f"{self.path}: corrupt ({error}); {self.fix}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        for start in range(0, len(self), BATCH_ROWS):
+            yield from self[start : start + BATCH_ROWS]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Ids(Texts):
+    """N distinct ids and their rows: `Texts`, and a file with the rows in the order of the ids."""
+
+    def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str, order_path: Path) -> None:
+        super().__init__(strings, path, fix)
+        self._order_path = order_path
+        # Mapped now: the folder may be replaced while it is in use.
+        with explain(f"{order_path}: corrupt", fix):
+            order = np.load(order_path, mmap_mode="r", allow_pickle=False)
+            if order.dtype != np.uint32 or order.shape != (len(self),):
+                raise ValueError(f"no row numbers of {len(self)} ids")
+        self._order = np.asarray(order)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._row(name) >= 0
+
+    def rows(self, names: Iterable[str]) -> np.ndarray:
+        """The row of each id, int64; -1 for an id that does not exist."""
+        names = list(names)
+        if len(names) <= MANY_IDS:
+            return np.array([self._row(name) for name in names], dtype=np.int64)
+        # An id may have half a surrogate pair, which is no string of Arrow's.
+        encoded = [name.encode("utf-8", "surrogatepass") for name in names]
+        requested = pa.array(encoded, self.as_bytes.type).dictionary_encode()
+        positions = pc.index_in(self.as_bytes, value_set=requested.dictionary)
+        positions = pc.fill_null(positions, -1).to_numpy()
+        present = np.flatnonzero(positions >= 0)
+        row_of = np.full(len(requested.dictionary), -1, dtype=np.int64)
+        row_of[positions[present]] = present
+        return row_of[requested.indices.to_numpy()]
+
+    def _row(self, name: str) -> int:
+        try:
+            # Code points have the order of their UTF-8 bytes, by which the ids were sorted.
+            position = bisect.bisect_left(self._order, name, key=self.__getitem__)
+            if position == len(self):
+                return -1
+            row = int(self._order[position])
+            return row if self[row] == name else -1
+        except IndexError:
+            raise DualencError(
+                f"{self._order_path}: corrupt (row > {len(self)}); {self.fix}"
+            ) from None
+
+
+def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
+    """(n,) int64, the row of each name among mapped ids or a list; -1 for a name that is not
+    there."""
+    check_several("ids", names)
+    if isinstance(ids, Ids):
+        return ids.rows(names)
+    row_of = {name: row for row, name in enumerate(ids)}
+    return np.array([row_of.get(name, -1) for name in names], dtype=np.int64)
+
+
+class ItemTable:
+    """N = `count` items in Arrow files: `batches`, `ids`, `texts`, `hashes` and the user's
+    `columns`.
+
+    What was not kept is None. `fix` tells in error messages how to repair the files.
+    """
+
+    def __init__(self, paths: Sequence[Path], count: int, fix: str) -> None:
+        location = paths[0] if len(paths) == 1 else paths[0].parent
+        self.batches = [batch for path in paths for batch in read_batches(path, fix)]
+        with explain(f"{location}: corrupt", fix):
+            # Files with different columns are an error of Arrow's.
+            table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
+            names = table.schema.names
+            if len(set(names)) < len(names) or "id" not in names:
+                raise ValueError("it has no column of ids, or two columns of one name")
+            if len(table) != count:
+                raise ValueError(f"it has {len(table)} rows instead of {count}")
+            own = [name for name in ("id", "vector", "text", HASH) if name in names]
+            columns = table.drop_columns(own)
+            columns.validate(full=True)
+        self.texts = Texts(table.column("text"), location, fix) if "text" in names else None
+        self.ids = Ids(table.column("id"), location, fix, paths[0].with_name(ORDER))
+        self.columns = columns if columns.column_names else None
+        self.hashes = None
+        if HASH in names:
+            with explain(f"{location}: corrupt", fix):
+                self.hashes = table.column(HASH).cast(pa.uint64()).to_numpy()
+
+
+def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
+    """Map the record batches of an Arrow file; their values are not read."""
+    if not path.is_file():
+        raise DualencError(f"{path}: missing; {fix}")
+    with explain(f"{path}: truncated or corrupt", fix):
+        reader = ipc.open_file(pa.memory_map(os.fsencode(path)))
+        batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        for batch in batches:
+            batch.validate()
+        _ = reader.schema.names  # they are decoded here
+        if not batches:
+            raise ValueError("no rows")
+    return batches
+
+
+def item_batch(
+    ids: Sequence[str],
+    texts: Sequence[str] | None = None,
+    columns: pa.Table | None = None,
+    vectors: np.ndarray | None = None,
+    hashes: np.ndarray | None = None,
+) -> pa.RecordBatch:
+    """A record batch of n items: ids, and texts, rows of columns, vectors (n, D), hashes (n,), if
+    any."""
+    arrays: dict[str, pa.Array] = {"id": pa.array(ids, pa.string())}
+    if vectors is not None:
+        values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
+        arrays["vector"] = pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])
+    if texts is not None:
+        arrays["text"] = pa.array([in_utf8(text) for text in texts], pa.large_string())
+    if hashes is not None:
+        arrays[HASH] = pa.array(hashes, pa.uint64())
+    if columns is not None:
+        for name in columns.column_names:
+            arrays[name] = columns.column(name).combine_chunks()
+    return pa.record_batch(arrays)
+
+
+def in_utf8(text: str) -> str:
+    """A text with lone surrogates replaced by "?"."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def text_hash(text: str) -> int:
+    """64 bits that tell a whole text from an edited one; never 0, which stands for unknown."""
+    digest = hashlib.blake2b(in_utf8(text).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write record batches of one schema to an Arrow file, atomically."""
+    remaining = iter(batches)
+    first = next(remaining)
+    # A stream of Python, since closing it reports a disk that is full at the end of the file.
+    with (
+        atomic_path(path) as part,
+        open(part, "wb") as stream,
+        ipc.new_file(stream, first.schema) as writer,
+    ):
+        for batch in itertools.chain([first], remaining):
+            writer.write_batch(batch)
+
+
+def write_items(
+    folder: Path,
+    ids: Iterable[str],
+    texts: Iterable[str] | None = None,
+    columns: pa.Table | None = None,
+    hashes: np.ndarray | None = None,
+) -> None:
+    """Write items.arrow and order.npy: ids and what is kept of each.
+
+    Args:
+        folder: for both files.
+        ids: (N,) ids, at least one, that have passed `check_ids`.
+        texts: (N,) texts, or their beginnings.
+        columns: (N,) rows of the user's columns.
+        hashes: (N,) `text_hash` of the whole texts.
+    """
+    own_texts = None if texts is None else iter(texts)
+    write_batches(folder / ITEMS, _item_batches(iter(ids), own_texts, columns, hashes))
+    write_order([folder / ITEMS])
+
+
+def _item_batches(
+    ids: Iterator[str],
+    texts: Iterator[str] | None,
+    columns: pa.Table | None,
+    hashes: np.ndarray | None,
+) -> Iterator[pa.RecordBatch]:
+    start = 0
+    while block := list(itertools.islice(ids, BATCH_ROWS)):
+        own_texts = None if texts is None else list(itertools.islice(texts, len(block)))
+        own_columns = None if columns is None else columns.slice(start, len(block))
+        own_hashes = None if hashes is None else hashes[start : start + len(block)]
+        yield item_batch(block, own_texts, own_columns, hashes=own_hashes)
+        start += len(block)
+
+
+def write_order(paths: Sequence[Path]) -> None:
+    """Write order.npy beside Arrow files: their rows in the order of the ids."""
+    batches = [batch for path in paths for batch in read_batches(path, "write the folder again")]
+    ids = pa.chunked_array([batch.column("id") for batch in batches])
+    with atomic_path(paths[0].with_name(ORDER)) as part:
+        save_array(part, pc.sort_indices(ids).to_numpy().astype(np.uint32))
+
+
+def check_ids(ids: Sequence[str]) -> None:
+    """Raise a `DualencError` for ids that are no texts, hold line breaks or lone surrogates, or are
+    duplicates."""
+    check_several("ids", ids)
+    if isinstance(ids, Ids):  # checked when they were written
+        return
+    for row, name in enumerate(ids):
+        if not isinstance(name, str):
+            raise DualencError(
+                f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)"
+            )
+        if "\n" in name:
+            raise DualencError(
+                f"id {name!r} at row {row} contains a line break; give it another id"
+            )
+        if not is_utf8(name):
+            raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
+    if len(set(ids)) == len(ids):
+        return
+    first_row: dict[str, int] = {}
+    for row, name in enumerate(ids):
+        first = first_row.setdefault(name, row)
+        if first != row:
+            raise DualencError(
+                f"id {name!r} is a duplicate, at rows {first} and {row}; ids must differ"
+            )

@@ -1,0 +1,131 @@
+"""Further columns of a table that are kept with the ids of its items, to filter search results
+by."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dualenc.data.readers.tables import LINE, DataTable
+from dualenc.errors import DualencError, explain
+from dualenc.types import check_several
+
+logger = logging.getLogger("dualenc.data")
+
+RESERVED = ("id", "vector", "text", "snippet", "score")
+"""Columns that dualenc or an engine adds itself."""
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+# What a text of a csv or json line stands for; 007 and 1e999 are no numbers, 19 digits may not fit.
+_LOOKS = {
+    "bool": r"^(?i:true|false)$",
+    "int64": r"^-?(0|[1-9][0-9]{0,17})$",
+    "double": r"^-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$",
+}
+
+
+def check_column_names(names: Sequence[str]) -> None:
+    """Raise a `DualencError` for names that a filter or an engine cannot use, and for names given
+    twice."""
+    check_several("columns", names)
+    seen: set[str] = set()
+    for name in names:
+        lower = name.lower()
+        if not _NAME.fullmatch(name):
+            raise DualencError(f"column {name!r} cannot be kept: name it by letters, digits and _")
+        if lower in RESERVED:
+            raise DualencError(
+                f"column {name!r} cannot be kept: every result has its own {lower}; rename it"
+            )
+        if lower in seen:
+            raise DualencError(f"column {name!r} is asked for twice; name each column once")
+        seen.add(lower)
+
+
+def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -> pa.Table:
+    """The values of some columns in some rows (N,), as large_string, int64, double or bool.
+
+    Of lines every value arrives as a text: a column of nothing but numbers is one of numbers. Dates
+    become texts in ISO's order. Numbers of half or single precision become the shortest decimals
+    that stand for them, 0.1 and not 0.10000000149. What is empty or not finite is missing; infinite
+    numbers are reported.
+    """
+    columns: dict[str, pa.ChunkedArray] = {}
+    for name in names:
+        kind = table.column(name).type
+        if pa.types.is_nested(kind):
+            problem = (
+                f"column {name!r} holds {kind}, which cannot be kept: filters compare single values"
+            )
+            raise DualencError(f"{table.source}: {problem}; leave it out")
+        with explain(
+            f"{table.source}: column {name!r} holds {kind}, which cannot be kept", "leave it out"
+        ):
+            values = table.column(name).combine_chunks().take(pa.array(rows))
+            columns[name] = _plain_values(
+                values, table.has(LINE), f"{table.source}: column {name!r}"
+            )
+    return pa.table(columns)
+
+
+def plain_columns(columns: pa.Table) -> pa.Table:
+    """The columns of a typed table as `metadata_columns` gives them."""
+    return pa.table(
+        {
+            name: _plain_values(columns[name].combine_chunks(), False, f"column {name!r}")
+            for name in columns.column_names
+        }
+    )
+
+
+def _plain_values(values: pa.Array, from_lines: bool, name: str) -> pa.Array:
+    kind = values.type
+    if pa.types.is_boolean(kind):
+        return values
+    if pa.types.is_integer(kind):
+        return values.cast(pa.int64())
+    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        values = _as_double(values)
+        if infinite := pc.sum(pc.is_inf(values)).as_py():
+            logger.warning("%s: %d infinite numbers are kept as missing values", name, infinite)
+        return pc.if_else(pc.is_finite(values), values, None)
+    if pa.types.is_timestamp(kind):
+        # Whatever the unit of a file: days where all are whole, and seconds where these have no
+        # fraction.
+        are_days = pc.all(pc.equal(values, pc.floor_temporal(values, unit="day"))).as_py()
+        with suppress(pa.ArrowInvalid):
+            values = values.cast(pa.date32() if are_days else pa.timestamp("s", kind.tz))
+    values = values.cast(pa.large_string())
+    values = pc.if_else(pc.equal(pc.utf8_trim_whitespace(values), ""), None, values)
+    return _read_as_looks(values) if from_lines else values
+
+
+def _as_double(values: pa.Array) -> pa.Array:
+    """Numbers as float64: whole ones as they are, fractions of less precision as their shortest
+    decimals."""
+    if values.type == pa.float16():
+        # Arrow writes the digits of its float32.
+        distinct, rows = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
+        exact = pa.array(distinct[rows].astype(np.float64))
+        shortest = pa.array(np.array([float(str(value)) for value in distinct])[rows])
+    elif values.type == pa.float32():
+        exact = values.cast(pa.float64())
+        shortest = values.cast(pa.string()).cast(pa.float64())
+    else:
+        return values.cast(pa.float64())
+    return pc.if_else(pc.equal(exact, pc.floor(exact)), exact, shortest)
+
+
+def _read_as_looks(values: pa.Array) -> pa.Array:
+    """Texts as what they all look like: truth values, whole numbers, numbers, or texts."""
+    # Among numbers nan is a missing one; among texts it may be a language.
+    numbers = pc.if_else(pc.equal(pc.utf8_lower(values), "nan"), None, values)
+    for kind, pattern in _LOOKS.items():
+        if pc.all(pc.match_substring_regex(numbers, pattern)).as_py():
+            return numbers.cast(kind)
+    return values

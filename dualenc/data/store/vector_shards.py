@@ -1,0 +1,270 @@
+"""Embeddings: N vectors with their ids, texts and columns, in memory or in a folder of Arrow files.
+
+    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), of texts text
+    (the
+                         beginning) and text:hash (of the whole), and the user's columns; what the
+                         shard was made of is in the metadata of its schema
+    order.npy            the rows in the order of their ids
+    meta.json            model, side, dtype, dimension, rows per shard, what was skipped, size and
+    SHA-256 of each file
+
+`dualenc.search.embed.writer.EmbeddingWriter` writes the folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from dualenc.data.store.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
+from dualenc.errors import DualencError
+from dualenc.io.checksums import verify_files
+from dualenc.io.reading import check_fields, read_json_object, with_home
+from dualenc.types import check_several
+
+FORMAT = "dualenc embeddings"
+FORMAT_VERSION = 4
+DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
+AGAIN = "run the same `dualenc embed` again"
+
+Array = Any  # np.ndarray or ShardedVectors
+
+
+class Embeddings:
+    """N vectors with their ids, in memory or on disk.
+
+        Embeddings.open("emb").vectors[:10]
+
+    Args:
+        ids: (N,) distinct strings.
+        vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
+        meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
+        snippets: (N,) texts to show with the ids, if any.
+        columns: (N,) rows of the user's columns, if any.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.store.items.text_hash`), if any; 0 if
+            unknown.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[str],
+        vectors: Array,
+        meta: dict[str, Any] | None = None,
+        snippets: Sequence[str] | None = None,
+        columns: pa.Table | None = None,
+        hashes: np.ndarray | None = None,
+    ) -> None:
+        if len(vectors.shape) != 2:
+            raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
+        if len(ids) != len(vectors):
+            raise DualencError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
+        check_several("ids", ids)
+        self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
+        self.vectors = vectors
+        self.meta = dict(meta or {})
+        self.snippets = snippets
+        self.columns = columns
+        self.hashes = hashes
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
+        """Map a folder of embeddings into memory, as `embed` or `dualenc embed` wrote it.
+
+        With `verify` every file is read and compared with the SHA-256 in meta.json, otherwise sizes
+        and 64 MiB at most.
+        """
+        folder = with_home(Path(folder))
+        meta = read_meta(folder)
+        if not meta["complete"]:
+            raise DualencError(f"{folder}: not finished; {AGAIN} to resume it")
+        paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
+        verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
+        table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
+        shards = [vectors_of(batch, meta["dim"], meta["dtype"], folder) for batch in table.batches]
+        return cls(
+            table.ids, ShardedVectors(shards), meta, table.texts, table.columns, table.hashes
+        )
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def dim(self) -> int:
+        """D, the size of the vectors."""
+        return int(self.vectors.shape[1])
+
+    def rows_of(self, ids: Sequence[str]) -> np.ndarray:
+        """(n,) the row of each id, -1 for an id without a vector."""
+        return rows_of(self.ids, ids)
+
+    def first(self, dim: int) -> Embeddings:
+        """The first `dim` components of each vector, scaled to length one again if the vectors had
+        it."""
+        if not 1 <= dim <= self.dim:
+            raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
+        parts = []
+        for block in self.blocks():
+            short = block[:, :dim]
+            if self.meta.get("normalized"):
+                lengths = np.linalg.norm(short, axis=1, keepdims=True)
+                short = short / np.where(lengths == 0, 1, lengths)
+            # A copy in any case: a view would keep its whole block in memory.
+            parts.append(short.astype(self.vectors.dtype))
+        meta = {**self.meta, "dim": dim}
+        about = (self.snippets, self.columns, self.hashes)
+        return Embeddings(self.ids, np.concatenate(parts), meta, *about)
+
+    def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
+        """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in
+        memory."""
+        for start, stop in self._ranges(rows):
+            yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
+
+    def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Start and stop of blocks of at most `rows` rows that do not cross shards: views of the
+        file, not copies."""
+        bounds = set(range(0, len(self), rows))
+        bounds.add(len(self))
+        if isinstance(self.vectors, ShardedVectors):
+            bounds.update(self.vectors.offsets.tolist())
+        yield from pairwise(sorted(bounds))
+
+    def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
+        """All items in order, at most `rows` in a batch: id, vector as stored, text if kept, and
+        the user's columns."""
+        texts = None
+        columns = None
+        for start, stop in self._ranges(rows):
+            if self.snippets is not None:
+                texts = self.snippets[start:stop]
+            if self.columns is not None:
+                columns = self.columns.slice(start, stop - start)
+            vectors = np.asarray(self.vectors[start:stop])
+            yield item_batch(self.ids[start:stop], texts, columns, vectors)
+
+
+class ShardedVectors:
+    """Matrices of equal width as one (N, D) matrix, whose rows are taken by number, slice, mask or
+    numbers."""
+
+    def __init__(self, shards: Sequence[np.ndarray]) -> None:
+        self.shards = list(shards)
+        self.offsets = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        self.dtype = self.shards[0].dtype
+        self.shape = (int(self.offsets[-1]), self.shards[0].shape[1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: int | slice | Sequence[int] | np.ndarray) -> np.ndarray:
+        if isinstance(rows, (int, np.integer)):
+            number = self._shard_of(rows)
+            return self.shards[number][rows - self.offsets[number]]
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            number = self._shard_of(start)
+            if step == 1 and start < stop <= self.offsets[number + 1]:
+                first = self.offsets[number]
+                return self.shards[number][start - first : stop - first]  # a view of the file
+            rows = np.arange(start, stop, step)
+        rows = np.asarray(rows)
+        if rows.dtype == bool:
+            rows = np.flatnonzero(rows)
+        rows = rows.astype(np.int64)
+        result = np.empty((len(rows), self.shape[1]), self.dtype)
+        numbers = self._shard_of(rows)
+        for number in np.unique(numbers):
+            in_shard = numbers == number
+            first = self.offsets[number]
+            result[in_shard] = self.shards[number][rows[in_shard] - first]
+        return result
+
+    def _shard_of(self, rows: Any) -> Any:
+        return np.searchsorted(self.offsets, rows, side="right") - 1
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(np.concatenate(self.shards), dtype=dtype)
+
+
+def is_embeddings(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds embeddings, finished or not, according to its meta.json."""
+    path = with_home(Path(folder)) / "meta.json"
+    return path.is_file() and read_json_object(path).get("format") == FORMAT
+
+
+def are_embeddings(folder: Path) -> bool:
+    """Whether a folder holds nothing but folders that are empty or hold embeddings."""
+    return all(
+        path.is_dir() and (is_embeddings(path) or not os.listdir(path)) for path in folder.iterdir()
+    )
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json of a folder of embeddings, checked."""
+    other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
+    meta = read_head(
+        folder, FORMAT, FORMAT_VERSION, other, {"complete": bool, "dim": int, "dtype": str}
+    )
+    path = folder / "meta.json"
+    if meta["complete"]:
+        check_fields(meta, {"shard_rows": list, "files": dict}, path)
+    rows = meta.get("shard_rows", [0])
+    good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
+    if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
+        what = f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]}"
+        raise DualencError(f"{path}: {what} describe no embeddings; embed into another folder")
+    return meta
+
+
+def read_head(
+    folder: Path, expected_format: str, version: int, other: str, kinds: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The meta.json of a folder of a format and version, with fields of these `kinds`, as of
+    `read_json_object`.
+
+    `other` says what a folder of another format is not.
+    """
+    meta = read_json_object(folder / "meta.json")
+    if meta.get("format") != expected_format:
+        raise DualencError(f"{folder}: {other}")
+    if meta.get("version") != version:
+        reason = f"format {meta.get('version')} of another dualenc, which reads format {version}"
+        raise DualencError(f"{folder}: {reason}; make the folder again, or install that dualenc")
+    check_fields(meta, kinds, folder / "meta.json")
+    return meta
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """The file of a shard."""
+    return folder / f"data-{number:05d}.arrow"
+
+
+def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.ndarray]:
+    """Map a shard, and its vectors as a matrix without a copy."""
+    batches = read_batches(path, AGAIN)
+    if len(batches) != 1:
+        raise DualencError(
+            f"{path}: corrupt (it has {len(batches)} record batches, not one); {AGAIN}"
+        )
+    return batches[0], vectors_of(batches[0], dim, dtype, path)
+
+
+def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
+    """The vectors (n, D) of a record batch, a view of the file."""
+    kind = pa.null()
+    if "vector" in batch.schema.names:
+        kind = batch.schema.field("vector").type
+    is_vectors = pa.types.is_fixed_size_list(kind) and kind.list_size == dim
+    if not is_vectors or kind.value_type != DTYPES[dtype]:
+        problem = f"it holds {kind} instead of {dtype} vectors of dimension {dim}"
+        raise DualencError(f"{path}: corrupt ({problem}); {AGAIN}")
+    try:
+        return batch.column("vector").flatten().to_numpy().reshape(len(batch), dim)
+    except ValueError:  # Arrow's own errors are of this kind
+        raise DualencError(f"{path}: corrupt (a vector is missing); {AGAIN}") from None

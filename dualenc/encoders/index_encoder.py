@@ -1,0 +1,234 @@
+"""Encoders of queries over an index: documents are vectors already, and are never encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
+from dualenc.encoders.lora import merge_adapters
+from dualenc.encoders.text import TextEncoder, TextTower
+from dualenc.encoders.vector import VectorEncoder, VectorTower, write_adapters
+from dualenc.errors import DualencError
+from dualenc.io.files import write_json
+from dualenc.io.reading import check_fields, read_json_object
+from dualenc.types import Side
+
+TRAINED_FILE = "trained_documents.json"
+VECTOR_FOLDER = "queries"  # the adapter of query vectors, inside the folder of its model
+
+TEXT_OR_NULL = (str, NoneType)
+FACTS = {
+    "model": TEXT_OR_NULL,
+    "model_checksum": TEXT_OR_NULL,
+    "side": str,
+    "dim": int,
+    "metric": str,
+}
+"""The facts about documents, with the types of their values."""
+DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
+
+
+class IndexEncoder(DualEncoder):
+    """A query tower over the document vectors of an index, which training leaves as they are.
+
+        IndexEncoder(TextEncoder("me/base"), open_documents("index").meta)
+
+    Args:
+        queries: a text or vector encoder; its left tower is trained, its right one is not used.
+            Where the index holds only the first components of a text model's vectors, the tower is
+            cut to them (`truncate_dim`).
+        documents: facts about the document vectors: "dim", and, by default unknown, "model" and
+            "model_checksum" of the encoder that made them, with its "side" ("left" or "right") and
+            their "metric" ("cosine" or "ip").
+
+    Attributes:
+        documents: the facts.
+        trained_ids: ids of the documents that were relevant in training; saved with the model.
+
+    Raises `DualencError` if queries are neither texts nor vectors, or of another size than the
+    documents.
+    """
+
+    left: TextTower | VectorTower
+    right: VectorTower
+    example_side = "left"
+
+    def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
+        facts = DEFAULT_FACTS | {name: value for name, value in documents.items() if name in FACTS}
+        check_fields(facts, FACTS, "documents")
+        for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
+            if facts[name] not in allowed:
+                raise DualencError(
+                    f"documents: {name} is {facts[name][:40]!r}; give {' or '.join(allowed)}"
+                )
+        dim = facts["dim"]
+        left = queries.left
+        if not isinstance(left, TextTower | VectorTower):
+            raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
+        right = VectorTower("identity", dim, dim, None)  # the documents are vectors already
+        if isinstance(left, TextTower) and dim < left.dim:
+            left = TextTower(left.parts, left.prepare, truncate_dim=dim)
+        if left.dim != dim:
+            raise DualencError(
+                f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}; see with_map"
+            )
+        super().__init__(left, right, kind="query-index")
+        self.documents: dict[str, Any] = facts
+        self.trained_ids: list[str] = []
+        self.base = dict(queries.base)
+        prompts = getattr(queries, "prompts", {})
+        self.prompts = {name: prompt for name, prompt in prompts.items() if name.endswith("_query")}
+        if isinstance(left, VectorTower):
+            self.ecosystem = "vector"
+            self.usage = "query-index, vectors"
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> IndexEncoder:
+        """Load a folder that `save` wrote."""
+        path = folder / DUALENC_FILE
+        config = read_json_object(path, {"queries": str, "documents": dict})
+        trained_ids = read_json_object(folder / TRAINED_FILE, {"ids": list})["ids"]
+        if not all(isinstance(document_id, str) for document_id in trained_ids):
+            raise DualencError(f"{folder / TRAINED_FILE}: ids must be texts; save the model again")
+        queries: DualEncoder
+        if config["queries"] == "vector":
+            queries = VectorEncoder.from_folder(folder / VECTOR_FOLDER)
+        else:
+            queries = TextEncoder(str(folder))
+        try:
+            model = cls(queries, config["documents"])
+        except DualencError as error:
+            raise DualencError(f"{path}: {error}") from None
+        model.trained_ids = trained_ids
+        return model
+
+    def write(self, folder: Path) -> None:
+        """Write the query tower, of texts as a sentence-transformers folder, and the facts about
+        the documents."""
+        config = {"kind": self.kind, "queries": self.left.modality, "documents": self.documents}
+        write_json(folder / DUALENC_FILE, config)
+        write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
+        if isinstance(self.left, TextTower):
+            from dualenc.encoders.sentence_model import save_model
+
+            prompt = self.left.prepare.prompt
+            save_model(
+                {"query": self.left.parts},
+                folder,
+                prompts={**self.prompts, "query": prompt},
+                default_prompt_name="query" if prompt else None,
+                truncate_dim=self.left.truncate_dim,
+            )
+        else:
+            (folder / VECTOR_FOLDER).mkdir()
+            write_adapters(self.left, self.right, self.state_dict(), folder / VECTOR_FOLDER)
+
+    def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
+        """Encode N queries, or scale N document vectors (D,) to length one; options as of
+        `DualEncoder.encode`."""
+        if side == "right" and isinstance(items, Sequence) and items and isinstance(items[0], str):
+            model = " ".join((self.documents["model"] or "the model of the index").split())
+            raise DualencError(
+                f"documents are the vectors of the index; embed new ones with {model}"
+            )
+        return super().encode(items, side, **options)
+
+    def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
+        """The text of the model folder's README.md, with a section about the documents."""
+        made_by = (
+            f"the model {self.documents['model']}"
+            if self.documents["model"]
+            else "an unknown model"
+        )
+        text = (
+            f"The documents are the vectors of an index ({self.documents['metric']}), made by {made_by}. Training "
+            "changed queries alone: the index stays as it is, and new documents are embedded with its model. "
+            f"{TRAINED_FILE} lists the documents that were relevant in training."
+        )
+        return super().model_card(name, {"documents": text, **card}, on_hub)
+
+
+def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
+    """Append a trained map of query vectors to the query tower of a text model.
+
+    The result shares the transformer's weights with `text`; the map's are copies. Documents are
+    encoded as before, but cut where the map takes fewer numbers than `text` gives, and mapped, too,
+    where it changes the size of vectors.
+
+        with_map(TextEncoder("me/base"), load_model("runs/adapted/model").left)
+
+    Args:
+        text: the model that made the vectors, of whose first components (B, input_dim) the map was
+            trained.
+        tower: of kind "dense", "linear" or "identity".
+
+    Raises `DualencError` if the sizes do not fit, or for a text model with truncate_dim, or a tower
+    of kind "mlp".
+    """
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    if text.left.truncate_dim is not None:
+        cut = f"cuts its vectors to {text.left.truncate_dim} numbers, which a map would come before"
+        raise DualencError(f"the text model {cut}; give one without truncate_dim")
+    dim = tower.prepare.input_dim
+    if dim > text.dim:
+        problem = f"takes vectors of {dim} numbers, but the text model gives {text.dim}"
+        raise DualencError(f"the map {problem}; give the model that made the vectors")
+    device = next(text.parameters()).device
+    first: list[nn.Module] = []
+    if dim < text.dim:
+        weight = torch.eye(dim, text.dim, device=device)
+        first = [
+            Dense(text.dim, dim, bias=False, activation_function=nn.Identity(), init_weight=weight)
+        ]
+    modules = [*first, *(module.to(device) for module in tower.as_modules())]
+    left = TextTower([*text.left.parts, *modules], text.left.prepare)
+    right = text.right
+    if tower.dim != text.dim:
+        right = TextTower([*right.parts, *(first if tower.dim == dim else modules)], right.prepare)
+    return text.with_towers(left, right)
+
+
+def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[str, Tensor]:
+    """The state dict keep·original + (1 − keep)·adapted, in float32: fine-tuning with less
+    forgetting.
+
+    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Integer buffers are those of
+    `adapted`. Adapters of LoRA are merged into the weights, so that the result fits a model that
+    was saved and loaded.
+
+        model = load_model("runs/adapted/model")
+        model.left.load_state_dict(interpolate(load_model("me/base").left, model.left, keep=0.5))
+
+    Args:
+        original: the model before training.
+        adapted: the model after it, of the same structure.
+        keep: share of the original, 0 to 1.
+
+    Raises `DualencError` if names or shapes of the weights differ, or keep is no share.
+    """
+    if not 0 <= keep <= 1:
+        raise DualencError(f"keep is {keep}; give a share of the original model from 0 to 1")
+    before = merge_adapters(original).state_dict()
+    after = merge_adapters(adapted).state_dict()
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in state.items()} for state in (before, after)
+    ]
+    differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
+    if differing:
+        raise DualencError(
+            f"the two models differ in {differing[0]}; give the model that the adapted one was trained from"
+        )
+    state = {}
+    for name, weight in after.items():
+        if weight.is_floating_point():
+            weight = keep * before[name].float().to(weight.device) + (1 - keep) * weight.float()
+        state[name] = weight
+    return state

@@ -1,0 +1,1 @@
+"""Files, safe reads, checksums, decoding and the terminal."""

@@ -1,0 +1,58 @@
+"""Refuse outputs in folders that a later command replaces as a whole, with all that is inside."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from dualenc.errors import DualencError
+from dualenc.io.reading import read_json_object
+from dualenc.types import StrPath
+
+REPLACED = {
+    "dualenc index": "the index",
+    "dualenc embeddings": "the embeddings",
+    "dualenc engine": "the pushed embeddings",
+    "dualenc quickstart": "the data of the quickstart",
+}
+"""Folders that are replaced as a whole, by the format in their meta.json."""
+RUN = "dualenc-run"
+RUN_FILES = ("metrics.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
+"""Parts of the folder of a run; other files in it stay."""
+
+
+def check_outside(target: StrPath, *, is_part: bool = False) -> None:
+    """Raise if an output would lie in a folder that another command replaces or removes.
+
+    That is an index, embeddings, pushed embeddings and the parts of a run, such as its model. Other
+    places in the folder of a run are free: RUN/index, RUN/report.html.
+
+    Args:
+        target: the file or folder, which need not exist.
+        is_part: the target itself may be a part of a run.
+
+    Raises:
+        DualencError: names the folder around the target.
+    """
+    path = Path(os.path.realpath(os.path.expanduser(target)))
+    for folder in path.parents:
+        name = _format_of(folder)
+        part = path.relative_to(folder).parts
+        if name in REPLACED:
+            what = f"{REPLACED[name]} {folder}"
+        elif name == RUN and part[0] in RUN_FILES and not (is_part and len(part) == 1):
+            what = f"{part[0]} of the run {folder}"
+        else:
+            continue
+        problem = f"lies in {what}, and would be lost when that is replaced"
+        raise DualencError(f"{os.fspath(target)}: {problem}; choose a place outside")
+
+
+def _format_of(folder: Path) -> str:
+    """Return the format in the meta.json of a folder; "" if there is none."""
+    path = folder / "meta.json"
+    with suppress(OSError, DualencError):
+        if path.is_file():
+            return str(read_json_object(path).get("format", ""))
+    return ""

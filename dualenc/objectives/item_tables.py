@@ -1,0 +1,69 @@
+"""Tables with a row per item: moving averages in the log domain, and writes where an item has
+several rows.
+
+All ranks write the same values, so tables are equal everywhere and any rank can save them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
+    """The log of u ← (1 − rate)·u + rate·value, element by element, so that exp never overflows.
+
+    Args:
+        log_old: log u; NaN for an item that was never visited, whose average becomes its first
+            value.
+        log_new: log of the new values; -inf (an anchor without negatives) leaves the old.
+        rate: share of the new value, in (0, 1].
+    """
+    updated = log_new
+    if rate < 1:
+        mixed = torch.logaddexp(log_old + math.log1p(-rate), log_new + math.log(rate))
+        updated = torch.where(log_old.isnan(), log_new, mixed)
+    return torch.where(log_new > -torch.inf, updated, log_old)
+
+
+def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
+    """(n,) for each row, the first row with the same id (n,), or the first `preferred` (n,) one.
+
+    Indexing with it makes duplicates write one value: which of several writes to a row wins is
+    undefined on a GPU.
+    """
+    # Even keys for preferred rows, odd ones for others: the smallest key of an id sorts first.
+    smallest = 2 * ids
+    keys = smallest
+    if preferred is not None:
+        keys = smallest + ~preferred
+    ordered, order = keys.sort(stable=True)
+    return order[torch.searchsorted(ordered, smallest)]
+
+
+def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """(n,) the mean of the usable values (n,) of the same item, by `first_occurrence`; (n,) whether
+    it has any."""
+    total = torch.zeros_like(values).index_add(0, first, values.masked_fill(~usable, 0.0))[first]
+    count = torch.zeros_like(values).index_add(0, first, usable.to(values))[first]
+    return total / count.clamp(min=1), count > 0
+
+
+def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Tensor) -> None:
+    """Write logs (n,) into rows (n,) of a table where `usable` (n,); an item with several rows (two
+    views, several captions) takes the log of their mean."""
+    first = first_occurrence(rows)
+    log_values = log_values.masked_fill(~usable, -torch.inf)
+    # Scaled by the largest of an item's values, so that exp stays in range.
+    peak = torch.full_like(log_values, -torch.inf)
+    peak = peak.scatter_reduce(0, first, log_values, reduce="amax")[first]
+    mean, written = mean_over_duplicates(torch.exp(log_values - peak), usable, first)
+    write_rows(table, rows, peak + mean.log(), written)
+
+
+def write_rows(table: Tensor, rows: Tensor, values: Tensor, written: Tensor) -> None:
+    """Write values (n,) into the rows (n,) of a table where `written` (n,); duplicates must bring
+    equal values."""
+    table[rows] = torch.where(written, values.to(table), table[rows])

@@ -1,0 +1,97 @@
+"""Items outside the batch: each distinct item is encoded once, by the caller's `encode`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from dualenc import distributed
+from dualenc.objectives.anchors import PADDING
+from dualenc.objectives.checks import check_encoded, check_encoded_rows, fail
+from dualenc.types import Side
+
+Encode = Callable[[Side, Tensor], Tensor]
+"""`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes
+all make the same calls in the same order, even for no items. It may have a method
+`encode.sides([(side, ids), …]) -> [(n, D), …]`, which embeds items of both sides at once."""
+CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")  # of directions 0 and 1
+
+
+class OutsideEncoder:
+    """Embeds items of the candidates' side by an `encode` of ids.
+
+    Args:
+        encode: see `Encode`.
+        views: items are views of images, see `anchors`.
+        like: (…, D) embeddings whose dimension, precision and device the results have.
+    """
+
+    def __init__(self, encode: Encode, views: bool, like: Tensor) -> None:
+        self.encode = encode
+        self.views = views
+        self.like = like
+        # Objectives switch autocast off for themselves; encoders run under the caller's, which is
+        # still on here.
+        self._autocast: AbstractContextManager[object] = nullcontext()
+        device = like.device.type
+        if torch.is_autocast_enabled(device):
+            self._autocast = torch.autocast(device, dtype=torch.get_autocast_dtype(device))
+
+    def __call__(self, items: Tensor, directions: tuple[int, ...]) -> Tensor:
+        """(X, n, D) embeddings of items (X, n) of directions (X); zeros for -1."""
+        # One transfer for both directions: each stalls the queue of an accelerator.
+        ids = items.cpu()
+        if not distributed.is_initialized() and bool((ids == PADDING).all()):
+            return self.like.new_zeros(*ids.shape, self.like.shape[-1])
+        if self.views:
+            embeddings = torch.stack([self._embed_views(row) for row in ids])
+        else:
+            sides = [CANDIDATE_SIDES[direction] for direction in directions]
+            embeddings = torch.stack(self._embed(list(zip(sides, ids, strict=True))))
+        check_encoded(embeddings)
+        return embeddings
+
+    def _embed_views(self, items: Tensor) -> Tensor:
+        is_left = items % 2 == 0
+        ids = items // 2  # floor division keeps -1
+        left_ids = ids.where(is_left, PADDING)
+        right_ids = ids.where(~is_left, PADDING)
+        left, right = self._embed([("left", left_ids), ("right", right_ids)])
+        return left + right
+
+    def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
+        """(n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
+        distinct = []
+        rows = []
+        for side, ids in parts:
+            known = ids[ids != PADDING].unique()
+            distinct.append((side, known))
+            # Row 0, of zeros, is that of -1, which is below all ids.
+            rows.append(
+                torch.searchsorted(known, ids, right=True).to(self.like.device, non_blocking=True)
+            )
+        zero = self.like.new_zeros(1, self.like.shape[-1])
+        encoded = self._encode(distinct)
+        return [torch.cat([zero, part])[row] for part, row in zip(encoded, rows, strict=True)]
+
+    def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
+        """(n, D) embeddings of each part, a side and distinct ids (n,)."""
+        # A single process has no collective pass to join.
+        to_encode = [(side, ids) for side, ids in parts if len(ids) or distributed.is_initialized()]
+        encode_sides = getattr(self.encode, "sides", None)
+        with self._autocast:
+            if encode_sides is not None and len(to_encode) > 1:
+                encoded = encode_sides(to_encode)
+                if not isinstance(encoded, Sequence) or len(encoded) != len(to_encode):
+                    fail("encode", f"must give {len(to_encode)} tensors by its method sides")
+            else:
+                encoded = [self.encode(side, ids) for side, ids in to_encode]
+        by_side = {}
+        for (side, ids), embeddings in zip(to_encode, encoded, strict=True):
+            check_encoded_rows(embeddings, len(ids), self.like.shape[-1])
+            by_side[side] = embeddings.to(self.like)
+        no_rows = self.like.new_zeros(0, self.like.shape[-1])
+        return [by_side.get(side, no_rows) for side, _ in parts]

@@ -1,0 +1,1 @@
+"""Recipes: YAML files that name classes and their arguments."""

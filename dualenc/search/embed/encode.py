@@ -1,0 +1,374 @@
+"""Embedding: encode a corpus with one side of a model, in memory or on disk, with any number of
+processes.
+
+Rows are processed in windows. A text window is tokenized at once, split into batches of similar
+token length (so that almost nothing is padding), encoded, and put back in order; an image window is
+one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from dualenc import distributed
+from dualenc.data.store.identity import MAX_IMAGES, digest_of, identities, plain_values
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders.dual import (
+    ZERO_VECTOR,
+    Prepare,
+    Tower,
+    check_item,
+    chunk_rows,
+    take,
+    unit_norm,
+    window_rows,
+)
+from dualenc.errors import BadSample, DualencError
+from dualenc.search.embed.writer import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
+from dualenc.types import Inputs, OnError, Output
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+
+Window = tuple["Inputs | None", Skipped]
+"""Prepared rows, if any; unusable rows with the reasons."""
+
+
+class EmbeddingStopped(Exception):
+    """Embedding was stopped between two batches, as the caller's `stopped` asked for."""
+
+
+def embed(
+    tower: Tower,
+    corpus: Corpus,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    batch_size: int = 32,
+    dtype: Literal["float16", "float32"] = "float32",
+    output: Output = "embedding",
+    dim: int | None = None,
+    autocast: Literal["bfloat16", "float16"] | None = None,
+    num_workers: int | None = None,
+    on_error: OnError = "skip",
+    identity: dict[str, Any] | None = None,
+    notes: dict[str, Any] | None = None,
+    progress: bool | str = True,
+    stopped: Callable[[], bool] | None = None,
+) -> Embeddings:
+    """Embed every item of a corpus with one tower; returns the items that could be used, on every
+    process.
+
+    Any number of workers that see `out` share the work, may start late or die at any moment, and
+    get the finished embeddings, which equal those of one process. A run with the same tower,
+    options and ids resumes; shards with items whose contents have changed since are embedded again.
+
+    Args:
+        tower: the side of a model to encode with, on the device of its weights.
+        corpus: N items of the tower's modality.
+        out: folder to write or to resume; None keeps the vectors in memory.
+        batch_size: items per forward pass.
+        dtype: precision of the stored vectors.
+        output: "embedding" for unit vectors (N, D); "features" for those that probes use (N,
+            feature_dim).
+        dim: keep only the first components of unit vectors, normalized again; None keeps all.
+        autocast: precision of the forward passes; None is that of the weights.
+        num_workers: processes that read and prepare items; by default 0, and up to 4 for images.
+        on_error: skip bad samples (counted in `meta["skipped"]`), or raise at the first one.
+        identity: further entries of meta.json that must be equal to resume, such as the side.
+        notes: further entries of meta.json that may differ, such as the model's name.
+        progress: show a progress bar; a text describes it, and it then disappears at the end.
+        stopped: asked before each batch; where it is true on any process, all raise.
+
+    Raises:
+        EmbeddingStopped: `stopped` was true.
+    """
+    if corpus.modality != tower.modality:
+        needed = tower.modality
+        raise DualencError(
+            f"the data is {corpus.modality}, but this side of the model encodes {needed}"
+        )
+    if not len(corpus):
+        raise DualencError("the data holds no items; give at least one to embed")
+    if batch_size < 1 or (num_workers is not None and num_workers < 0):
+        raise DualencError(
+            f"batch_size is {batch_size}, num_workers is {num_workers}; give at least 1, 0"
+        )
+    encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
+    if stopped is not None:
+        encoder.stopped = stopped
+    notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
+    identity = {**(identity or {}), "output": output}
+    bar = _bar(progress)
+    if out is None:
+        return _embed_in_memory(encoder, dtype, {**notes, **identity}, bar)
+    identity |= {"model_checksum": tower_checksum(tower), "autocast": autocast}
+    embeddings = _embed_into(out, encoder, dtype, identity, notes, bar)
+    distributed.barrier()
+    return embeddings
+
+
+def _bar(progress: bool | str) -> dict[str, Any]:
+    is_step = isinstance(progress, str)
+    return {
+        "desc": progress if is_step else "embed",
+        "unit": " items",
+        "leave": not is_step,
+        "disable": not (progress and distributed.is_main()),
+        # A log file gets a line for each update.
+        "mininterval": 0.5 if sys.stderr.isatty() else 15.0,
+    }
+
+
+def _embed_into(
+    out: str | os.PathLike[str],
+    encoder: _Encoder,
+    dtype: str,
+    identity: dict[str, Any],
+    notes: dict[str, Any],
+    bar_options: dict[str, Any],
+) -> Embeddings:
+    corpus = encoder.corpus
+    writer = EmbeddingWriter(
+        out,
+        corpus.ids,
+        encoder.dim,
+        dtype,
+        identity,
+        notes,
+        contents=functools.partial(_contents, corpus),
+        snippet=corpus.text if corpus.modality == "text" else None,
+        columns=corpus.columns,
+        whole_text=corpus.items.__getitem__ if corpus.modality == "text" else None,
+    )
+    with tqdm(total=len(corpus), **bar_options) as bar:
+
+        def encode(number: int) -> tuple[np.ndarray, Skipped]:
+            # Other workers write shards, too: the total is what remains for this one at most.
+            bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
+            return encoder.shard(writer.ranges[number], bar)
+
+        return writer.write_all(encode)
+
+
+def _embed_in_memory(
+    encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]
+) -> Embeddings:
+    """Embed without a folder: each process encodes its share of the shards, and gets all of
+    them."""
+    ids = encoder.corpus.ids
+    ranges = shard_ranges(len(ids))
+    own = ranges[distributed.rank_slice(len(ranges))]
+    encoded = []
+    is_stopped = False
+    with tqdm(total=sum(map(len, own)), **bar_options) as bar:
+        try:
+            encoded = [encoder.shard(rows, bar) for rows in own]
+        except EmbeddingStopped:
+            is_stopped = True
+    # No process waits for one that has stopped.
+    if any(distributed.gather_objects(is_stopped)):
+        raise EmbeddingStopped
+    shards = [shard for part in distributed.gather_objects(encoded) for shard in part]
+    skipped = [entry for _, bad in shards for entry in bad]
+    vectors = np.concatenate([part for part, _ in shards])
+    if not len(vectors):
+        raise DualencError(f"none of {len(ids)} items could be used; first: {skipped[0][1]}")
+    rows = np.delete(np.arange(len(ids)), [row for row, _ in skipped]).tolist()
+    columns = None if encoder.corpus.columns is None else encoder.corpus.columns.take(rows)
+    meta = {**meta, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
+    return Embeddings(
+        [ids[row] for row in rows], vectors.astype(dtype, copy=False), meta, columns=columns
+    )
+
+
+def tower_checksum(tower: Tower) -> str:
+    """Model fingerprint: SHA-256 of a tower's weights, the plain settings of its preprocessing, and
+    its pooling."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tower.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(
+            value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    digest.update(repr(sorted(plain_values(tower.prepare).items())).encode())
+    modes = [
+        part.pooling_mode for part in getattr(tower, "parts", ()) if hasattr(part, "pooling_mode")
+    ]
+    # The usual mean adds nothing: it is that of fingerprints which left pooling out.
+    if modes not in ([], ["mean"]):
+        digest.update(repr(modes).encode())
+    return digest.hexdigest()
+
+
+class _Encoder:
+    def __init__(
+        self,
+        tower: Tower,
+        corpus: Corpus,
+        batch_size: int,
+        output: Output,
+        dim: int | None,
+        autocast: str | None,
+        num_workers: int | None,
+        on_error: OnError,
+    ) -> None:
+        self.tower = tower
+        self.corpus = corpus
+        self.batch_size = batch_size
+        self.on_error = on_error
+        self.dim = tower.feature_dim if output == "features" else tower.dim
+        if dim is not None:
+            if output == "features" or not 1 <= dim <= tower.dim:
+                raise DualencError(
+                    f"dim is {dim}: give 1 to {tower.dim}; features are always whole"
+                )
+            self.dim = dim
+        self.forward: Callable[[Inputs], Tensor] = tower.features if output == "features" else tower
+        self.device = next(itertools.chain(tower.parameters(), tower.buffers())).device
+        self.autocast = getattr(torch, autocast) if autocast else None
+        self.window_rows = window_rows(tower, batch_size)
+        if num_workers is None:
+            is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
+            num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
+        self.num_workers = num_workers
+        self.stopped: Callable[[], bool] = lambda: False
+
+    def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
+        """Encode a range of rows: vectors (rows, D) float32, in order, and the skipped rows."""
+        starts = range(rows.start, rows.stop, self.window_rows)
+        ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
+        windows = _Windows(self.corpus, self.tower.prepare, ranges)
+        prepared: Iterable[Window] = windows.prefetched()
+        if self.num_workers:
+            prepared = torch.utils.data.DataLoader(
+                windows,
+                batch_size=None,
+                num_workers=min(self.num_workers, len(ranges)),
+                pin_memory=self.device.type == "cuda",
+            )
+        parts: list[Tensor] = []
+        skipped: Skipped = []
+        was_training = self.tower.training
+        self.tower.eval()
+        try:
+            for window, (inputs, bad) in zip(ranges, prepared):
+                bar.update(len(bad))
+                if inputs is not None:
+                    vectors, zero = self._without_zeros(self._encode(inputs, bar), window, bad)
+                    parts.append(vectors)
+                    bad = sorted([*bad, *zero])
+                if bad and self.on_error == "raise":
+                    raise BadSample(bad[0][1])
+                skipped.extend(bad)
+        finally:
+            self.tower.train(was_training)
+        return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
+
+    def _without_zeros(
+        self, vectors: Tensor, window: range, bad: Skipped
+    ) -> tuple[Tensor, Skipped]:
+        """The vectors of a window's usable rows that are not zero, and the rows of the others."""
+        has_direction = vectors.any(dim=1)
+        if self.forward == self.tower.features or has_direction.all():
+            return vectors, []
+        unusable = {row for row, _ in bad}
+        usable = [row for row in window if row not in unusable]
+        reason = f"its vector is zero: {ZERO_VECTOR[self.corpus.modality]}"
+        marked = zip(usable, has_direction.tolist())
+        zero = [(row, reason) for row, is_used in marked if not is_used]
+        if self.on_error == "raise":
+            raise BadSample(f"item {self.corpus.ids[zero[0][0]]}: {reason}; correct or remove it")
+        return vectors[has_direction], zero
+
+    def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
+        """Encode prepared rows in batches of similar length; (rows, D) float32 on the CPU, in the
+        rows' order."""
+        chunks = chunk_rows(inputs, self.batch_size)
+        parts = []
+        for rows in chunks:
+            if self.stopped():
+                raise EmbeddingStopped
+            taken = take(inputs, rows)
+            batch = {
+                name: value.to(self.device, non_blocking=True) for name, value in taken.items()
+            }
+            autocast = torch.autocast(
+                self.device.type, self.autocast, enabled=self.autocast is not None
+            )
+            try:
+                with autocast, torch.inference_mode():
+                    vectors = self.forward(batch).float()
+                    parts.append(
+                        unit_norm(vectors[:, : self.dim])
+                        if self.dim < vectors.shape[1]
+                        else vectors
+                    )
+            except torch.OutOfMemoryError:
+                raise DualencError(
+                    f"out of memory with batch_size={self.batch_size}; give a smaller one"
+                ) from None
+            bar.update(len(rows))
+        vectors = torch.cat(parts).cpu()
+        if not torch.isfinite(vectors).all():
+            raise DualencError(
+                "the vectors are not finite; check the weights, or embed without autocast"
+            )
+        return vectors[torch.argsort(torch.cat(chunks))]
+
+
+class _Windows(torch.utils.data.Dataset):
+    """Reads and prepares windows of rows; picklable for DataLoader workers."""
+
+    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
+        self.corpus = corpus
+        self.prepare = prepare
+        self.ranges = ranges
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    def __getitem__(self, number: int) -> Window:
+        items = []
+        skipped = []
+        for row in self.ranges[number]:
+            try:
+                item = self.corpus[row]
+                check_item(item, self.corpus.modality, f"item {self.corpus.ids[row]}")
+                items.append(item)
+            except BadSample as error:
+                # A worker's exception would arrive as a traceback in one string; a message arrives
+                # as it is.
+                skipped.append((row, str(error)))
+        return (self.prepare(items) if items else None), skipped
+
+    def prefetched(self) -> Iterator[Window]:
+        """Prefetching: the windows in order, each prepared in a thread while the previous one is
+        encoded."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            pending = thread.submit(self.__getitem__, 0)
+            for number in range(1, len(self) + 1):
+                window = pending.result()
+                if number < len(self):
+                    pending = thread.submit(self.__getitem__, number)
+                yield window
+
+
+def _contents(corpus: Corpus, rows: range) -> str:
+    """Data fingerprint of a shard; items of large image sets count with size and time, others with
+    contents."""
+    read = corpus.modality != "image" or len(corpus) <= MAX_IMAGES
+    # Contents are in memory together, so a block is small.
+    blocks = np.array_split(np.arange(rows.start, rows.stop), max(1, len(rows) // 256))
+    return digest_of([digest_of(*identities(corpus.items, block, read)) for block in blocks])

@@ -1,0 +1,155 @@
+"""Push embeddings to the engine that a URL names, and open the one that a folder remembers."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from tqdm.auto import tqdm
+
+from dualenc.data.store.identity import digest_of
+from dualenc.data.store.items import check_ids
+from dualenc.data.store.metadata import check_column_names
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.errors import DualencError
+from dualenc.search.engines.engine import REPLACED, Engine, IndexKind, read_pushed
+from dualenc.search.index.build import Database
+from dualenc.search.index.open import EMBEDDINGS_META
+from dualenc.search.where import column_kinds
+from dualenc.types import Metric
+
+logger = logging.getLogger("dualenc.search")
+
+_POSTGRES = re.compile(r"postgres(?:ql)?(?:\+\w+)?://")
+
+
+def push_embeddings(
+    embeddings: Embeddings,
+    target: str,
+    name: str,
+    *,
+    metric: Metric | None = None,
+    index: IndexKind = "hnsw",
+    replace: bool = False,
+    progress: bool = False,
+) -> tuple[Engine, int]:
+    """Send the rows that a table or collection does not hold, and have them indexed.
+
+    Each batch asks which of its ids are stored, so that a broken push resumes, and rows that
+    others have deleted are sent again. Other embeddings are replaced at once, when all new ones
+    are stored beside them.
+
+        engine, sent = push_embeddings(Embeddings.open("emb"), "postgresql://me@localhost/db",
+        "docs")
+
+    Args:
+        embeddings: N vectors; columns stay columns, float16 stays half precision.
+        target: URL of a PostgreSQL database, whose password may come from PGPASSWORD or ~/.pgpass,
+            or of a Qdrant server, whose key is in the environment variable QDRANT_API_KEY.
+        name: of the collection, or of the table: `papers`, in the first schema of the search path,
+            `schema.papers`, or `"a.b"` for a name with a dot.
+        metric: by default cosine for embeddings that are normalized, and ip for others.
+        index: the kind of pgvector's index; "none" for exact search of all rows.
+        replace: put the embeddings in place of others in the table or collection, and remove rows
+            of others.
+
+    Returns:
+        The engine, and the number of rows sent.
+    """
+    _check_arguments(embeddings, target, name)
+    meta = _describe(embeddings, metric) | {"target": target, "collection": name}
+    engine = _engine_class(target).new(embeddings, meta, index)
+    engine.replaces = replace
+    database = Database(embeddings, meta["metric"])
+    with engine.transaction() as state:
+        if state is None:
+            engine.create(embeddings)
+    sent = 0
+    start = 0
+    with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
+        for batch in embeddings.record_batches(engine.batch_rows):
+            with engine.transaction() as state:
+                engine.check_state(state, REPLACED)
+                missing = _missing_rows(engine, batch)
+                if len(missing):
+                    engine.add(batch.take(missing), database.rows(start + missing))
+            sent += len(missing)
+            start += len(batch)
+            bar.update(len(batch))
+    with engine.transaction() as state:
+        state = engine.check_state(state, REPLACED)
+        others = engine.count_rows() - len(embeddings)
+        if others > 0 and replace:
+            engine.remove_others(embeddings.ids)
+        elif others > 0:
+            problem = f"rows that are not of these embeddings: {others:,}"
+            logger.warning("%s: has %s; --replace removes them", engine.location, problem)
+        engine.finish(state)
+    return engine, sent
+
+
+def _missing_rows(engine: Engine, batch: pa.RecordBatch) -> np.ndarray:
+    """The rows (n,) of a batch whose ids are not stored."""
+    ids = batch.column("id").to_pylist()
+    stored = engine.stored_ids(ids)
+    return np.array([row for row, name in enumerate(ids) if name not in stored], dtype=np.int64)
+
+
+def _check_arguments(embeddings: object, target: object, name: object) -> None:
+    """Raise unless embeddings, target and name are of the types that a push takes."""
+    if not isinstance(embeddings, Embeddings):
+        kind = type(embeddings).__name__
+        raise DualencError(f"push_embeddings: embeddings is {kind}; give Embeddings.open(FOLDER)")
+    for argument, value in (("target", target), ("name", name)):
+        if not isinstance(value, str) or not value:
+            problem = f"push_embeddings: {argument} is {value!r}"
+            raise DualencError(f"{problem}; give the URL of an engine and the name of a table")
+
+
+def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
+    """The entries of meta.json on the embeddings."""
+    check_ids(embeddings.ids)
+    if embeddings.columns is not None:
+        check_column_names(embeddings.columns.column_names)
+    metric = metric or ("cosine" if embeddings.meta.get("normalized") else "ip")
+    return {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta} | {
+        "fingerprint": embeddings_fingerprint(embeddings, metric),
+        "count": len(embeddings),
+        "dim": embeddings.dim,
+        "metric": metric,
+        "columns": column_kinds(embeddings.columns),
+        "has_snippets": embeddings.snippets is not None,
+    }
+
+
+def embeddings_fingerprint(embeddings: Embeddings, metric: str) -> str:
+    """The checksum of contents and metric by which a pushed table or collection is known."""
+    contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
+    if contents:
+        return digest_of(metric, sorted(contents))
+    return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
+
+
+def open_engine(folder: str | os.PathLike[str]) -> Engine:
+    """Open the database that a folder remembers, which `dualenc push` wrote."""
+    return _engine_class(read_pushed(folder)["target"]).open(folder)
+
+
+def is_postgres(target: str) -> bool:
+    """True for the URL of a PostgreSQL database, also with the driver that SQLAlchemy wants."""
+    return isinstance(target, str) and bool(_POSTGRES.match(target))
+
+
+def _engine_class(target: str) -> Any:
+    """The class of an engine, whose client is optional."""
+    name = "postgres" if is_postgres(target) else "qdrant"
+    try:
+        module = importlib.import_module(f"dualenc.search.engines.{name}")
+    except ImportError as error:
+        raise DualencError(f"{error}; pip install 'dualenc[{name}]'") from None
+    return module.PostgresIndex if is_postgres(target) else module.QdrantIndex

@@ -1,0 +1,267 @@
+"""Index updates: append vectors to an index folder, or remove them by id; the folder is rewritten
+beside the old one.
+
+Trained parts stay as they are: an index that has grown a lot, or whose data have changed, is better
+built again, and so is one with a file of codes that refine it. Whole texts follow the change, and
+BM25 is built anew from them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import faiss
+import numpy as np
+import pyarrow as pa
+
+from dualenc.data.store.items import check_ids, rows_of
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.errors import DualencError, explain
+from dualenc.io.files import atomic_folder, locked, was_replaced_by_killed
+from dualenc.search.engines.filter_recall import RESULT, VECTORS
+from dualenc.search.index.build import Database
+from dualenc.search.index.open import Index, is_index, rows_in, write_contents
+from dualenc.search.index.refined import split
+from dualenc.search.lexical import Lexical, has_lexical
+from dualenc.search.migration.migration_folder import check_unmigrated
+from dualenc.search.texts import TextStore, has_texts, write_texts
+from dualenc.search.where import column_kinds
+from dualenc.types import check_several
+
+if TYPE_CHECKING:
+    from dualenc.data import Corpus
+
+MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
+
+
+def append(
+    folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpus | None = None
+) -> Index:
+    """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that
+    was embedded.
+
+    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    """
+    was_killed = was_replaced_by_killed(folder)
+    with locked(folder):
+        check_unmigrated(folder)
+        index = Index.open(folder)
+        if was_killed and are_last(index, embeddings.ids):
+            return index
+        check_addition(
+            index, {**embeddings.meta, "dimension": embeddings.dim}, embeddings.ids, folder
+        )
+        texts = _whole_texts(index, folder)
+        if texts is not None:
+            if corpus is None:
+                raise DualencError(
+                    f"{folder}: keeps whole texts; name those that are appended, too"
+                )
+            rows = rows_in(corpus, embeddings, folder)
+            texts = itertools.chain(texts, (corpus[row] for row in rows))
+        snippets: Iterator[str] | None = None
+        if index.snippets is not None or embeddings.snippets is not None:
+            own = index.snippets or itertools.repeat("", len(index))
+            snippets = itertools.chain(
+                own, embeddings.snippets or itertools.repeat("", len(embeddings))
+            )
+        columns = _joined(index, embeddings, folder)
+        changed = _read(index, folder)
+        with explain(f"{folder}: FAISS cannot take the vectors", "build the index again"):
+            for block in Database(embeddings, index.meta["metric"]).blocks():
+                changed.add(block)
+        meta = _changed_meta(index, "appended", len(embeddings))
+        hashes = None
+        if index.hashes is not None or embeddings.hashes is not None:
+            hashes = np.concatenate([_known_hashes(index), _known_hashes(embeddings)])
+        ids = [*index.ids, *embeddings.ids]
+        return _replace(folder, changed, ids, snippets, columns, meta, texts, hashes)
+
+
+def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
+    """Remove vectors from an index by id, with their snippets, columns and texts.
+
+    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    """
+    check_several("ids", ids)
+    was_killed = was_replaced_by_killed(folder)
+    with locked(folder):
+        check_unmigrated(folder)
+        index = Index.open(folder)
+        rows = rows_of(index.ids, ids)
+        if was_killed and len(rows) and (rows < 0).all():
+            return index
+        if not len(rows) or (rows < 0).any():
+            missing = (
+                f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
+            )
+            raise DualencError(f"{folder}: {missing}; give ids that it has")
+        stays = np.ones(len(index), bool)
+        stays[rows] = False
+        removed = np.flatnonzero(~stays)
+        if len(removed) == len(index):
+            raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
+        texts = _whole_texts(index, folder)
+        if texts is not None:
+            texts = itertools.compress(texts, stays)
+        changed = _read(index, folder)
+        _remove_rows(changed, removed, folder)
+        snippets = None if index.snippets is None else itertools.compress(index.snippets, stays)
+        columns = None if index.columns is None else index.columns.filter(pa.array(stays))
+        meta = _changed_meta(index, "removed", len(removed))
+        hashes = None if index.hashes is None else index.hashes[stays]
+        ids_left = list(itertools.compress(index.ids, stays))
+        return _replace(folder, changed, ids_left, snippets, columns, meta, texts, hashes)
+
+
+def _known_hashes(source: Index | Embeddings) -> np.ndarray:
+    """(n,) the hashes of whole texts; 0 where an earlier version has recorded none."""
+    return np.zeros(len(source), np.uint64) if source.hashes is None else source.hashes
+
+
+def are_last(index: Index, ids: Sequence[str]) -> bool:
+    """Whether the last items of an index are these, in their order."""
+    return 0 < len(ids) < len(index) and index.ids[len(index) - len(ids) :] == list(ids)
+
+
+def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
+    """The FAISS index in memory: a mapped index cannot change."""
+    if index.meta.get("mapped"):
+        raise DualencError(f"{folder}: its model is being changed; finish `dualenc migrate` first")
+    if index.refine_file is not None:
+        raise DualencError(f"{folder}: refine.faiss does not change; build the index again")
+    return faiss.read_index(str(Path(folder) / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
+
+
+def _replace(
+    folder: str | os.PathLike[str],
+    changed: Any,
+    ids: Sequence[str],
+    snippets: Iterable[str] | None,
+    columns: pa.Table | None,
+    meta: dict[str, Any],
+    texts: Iterable[str] | None,
+    hashes: np.ndarray | None,
+) -> Index:
+    has_bm25 = has_lexical(folder)
+    with atomic_folder(folder, is_index, "index") as part:
+        part.mkdir()
+        contents = (changed, ids, snippets, columns, meta)
+        checksum = write_contents(part, Path(folder), *contents, hashes=hashes)
+        for name in (RESULT, VECTORS):
+            if Path(folder, name).is_file():
+                shutil.copyfile(Path(folder, name), part / name)
+        if texts is not None:
+            write_texts(part, ids, texts, checksum)
+            if has_bm25:
+                Lexical.build(TextStore(part, checksum).texts).save(part, checksum)
+    return Index.open(folder)
+
+
+def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] | None:
+    """The texts by which BM25 and the text store of an index follow a change; None if it has
+    neither."""
+    if has_texts(folder):
+        return TextStore(folder, index.items_checksum).texts
+    if has_lexical(folder):
+        remedy = f"run dualenc index {folder} --texts first, or remove the folder bm25 in it"
+        raise DualencError(
+            f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}"
+        )
+    return None
+
+
+def check_addition(
+    index: Index, about: Mapping[str, Any], ids: Sequence[str], folder: str | os.PathLike[str]
+) -> None:
+    """Refuse to append items of these ids; `about`: their dimension, model_checksum, side and
+    output, where known."""
+    for name in ("dimension", "model_checksum", "side", "output"):
+        ours = index.dim if name == "dimension" else index.meta.get(name)
+        theirs = about.get(name)
+        if ours is not None and theirs is not None and ours != theirs:
+            problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"
+            raise DualencError(
+                f"{folder}: {problem}; embed the data with its model and --dim {index.dim}"
+            )
+    check_ids(ids)
+    present = np.flatnonzero(rows_of(index.ids, ids) >= 0)
+    if len(present):
+        name = ids[int(present[0])]
+        raise DualencError(
+            f"{folder}: has an item {name!r} already; remove it first, or leave it out"
+        )
+
+
+def _joined(
+    index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]
+) -> pa.Table | None:
+    """The columns of an index and of appended embeddings; those of only one of them are null in the
+    other's rows.
+
+    A file shows some of a column's values: fractions may follow integers, integers texts, and
+    anything missing values.
+    """
+    if index.columns is None and embeddings.columns is None:
+        return None
+    # A table without columns has no rows, so a side without any gets one of nulls.
+    ours, theirs = (
+        pa.table({"_": pa.nulls(len(source))}) if source.columns is None else source.columns
+        for source in (index, embeddings)
+    )
+    kinds = column_kinds(ours)
+    for name, kind in column_kinds(theirs).items():
+        own = kinds.get(name, kind)
+        if own == kind:
+            continue
+        first, second = ours.column(name), theirs.column(name)
+        if second.null_count == len(second) or (own, kind) == ("text", "integer"):
+            place = theirs.column_names.index(name)
+            theirs = theirs.set_column(place, name, second.cast(first.type))
+        elif first.null_count == len(first):
+            ours = ours.set_column(ours.column_names.index(name), name, first.cast(second.type))
+        elif {own, kind} != {"integer", "number"}:
+            types = f"column {name!r} holds {own} values in the index and {kind} values in what is appended"
+            raise DualencError(f"{folder}: {types}; embed the data with values alike")
+    with explain(f"{folder}: the columns do not join", "embed the data with values alike"):
+        joined = pa.concat_tables([ours, theirs], promote_options="permissive")
+    return joined.select([name for name in joined.column_names if name != "_"])
+
+
+def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
+    """The meta.json of a changed index: measurements of its build are no longer valid, and move to
+    `when_built`."""
+    meta = {
+        key: value for key, value in index.meta.items() if key not in (*MEASURED, "files", "sizes")
+    }
+    meta["count"] = len(index) + (count if change == "appended" else -count)
+    meta[change] = meta.get(change, 0) + count
+    measured = {key: index.meta[key] for key in MEASURED if key in index.meta}
+    if measured:
+        meta["when_built"] = measured
+    return meta
+
+
+def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]) -> None:
+    """Remove rows from an index, and close the gaps in the row numbers of its lists."""
+    for part in split(index):
+        if part is None:
+            continue
+        failure = f"{folder}: FAISS cannot remove vectors from an {type(part).__name__}"
+        with explain(failure, "build the index again without them"):
+            part.remove_ids(removed)
+        ivf: Any = faiss.try_extract_index_ivf(part)
+        if ivf is None:
+            continue
+        # Flat storage renumbers its rows by itself; inverted lists keep the old numbers.
+        lists = faiss.downcast_InvertedLists(ivf.invlists)
+        for number in range(ivf.nlist):
+            if size := lists.list_size(number):
+                rows = faiss.rev_swig_ptr(lists.get_ids(number), size)
+                rows -= np.searchsorted(removed, rows)
+    index.ntotal = split(index)[0].ntotal

@@ -1,0 +1,130 @@
+"""FAISS factory choice: a factory string from corpus size, dimension, memory and target recall."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from dualenc.errors import DualencError
+
+MIN_POINTS_PER_LIST = 39
+MAX_LISTS = 2**17
+MIN_TRAINING_ROWS = 1024
+"""However little the memory: a code book is trained on 256 points or more."""
+MIN_MEMORY = 2**24
+EXACT_VALUES = 2**25
+"""Up to this many numbers (128 MiB as float32) an exact search takes some ten milliseconds on one
+core."""
+FLOAT_VALUES = 2**30
+"""Beyond this many numbers (4 GiB as float32) vectors are compressed, unless the user names a
+memory size."""
+
+
+class Kind(NamedTuple):
+    """A type of index.
+
+    Attributes:
+        factory: FAISS factory string, from the number of lists and D.
+        resident: bytes per vector that searches need in memory, from D.
+        recall: highest recall@10 to expect.
+        max_values: largest N·D without a named memory size; 0 for no limit.
+        min_target: lowest target recall@10 for which it is considered.
+    """
+
+    name: str
+    factory: Callable[[int, int], str]
+    resident: Callable[[int], int]
+    recall: float
+    max_values: int = 0
+    min_target: float = 0.0
+
+
+def _subquantizers(dim: int) -> int:
+    """Bytes of a product-quantized code: the largest divisor of D that is at most D/4."""
+    return max(m for m in range(1, max(1, dim // 4) + 1) if dim % m == 0)
+
+
+KINDS = (
+    Kind("Flat", lambda n, d: "Flat", lambda d: 4 * d, 1.0, EXACT_VALUES),
+    # 32 links of 4 bytes on the upper levels, 64 on the lowest.
+    Kind("HNSW", lambda n, d: "HNSW32", lambda d: 4 * d + 288, 0.995, 2**28, 0.98),
+    Kind("IVF", lambda n, d: f"IVF{n},Flat", lambda d: 4 * d + 8, 1.0, FLOAT_VALUES),
+    Kind("IVF-SQ", lambda n, d: f"IVF{n}_HNSW32,SQ8", lambda d: d + 8, 0.97),
+    Kind(
+        "IVF-PQ, refined",
+        lambda n, d: f"IVF{n}_HNSW32,PQ{_subquantizers(d)},Refine(SQfp16)",
+        lambda d: _subquantizers(d) + 8,
+        0.99,
+    ),
+    Kind(
+        "RaBitQ, refined",
+        lambda n, d: f"IVF{n}_HNSW32,RaBitQ,Refine(SQfp16)",
+        lambda d: math.ceil(d / 8) + 16,
+        0.97,
+    ),
+)
+"""In order of preference: the first that fits is taken. Vectors for refinement are mapped from
+disk."""
+
+
+def choose_factory(
+    num_vectors: int, dim: int, memory: int | None = None, target_recall: float = 0.95
+) -> str:
+    """FAISS factory choice for "auto": the first of `KINDS` that fits, or else the one that needs
+    least memory.
+
+    Without `memory`, in bytes, a kind is used up to its `max_values`. RaBitQ: Gao and Long 2024
+    (arXiv:2405.12497).
+    """
+    lists = number_of_lists(num_vectors, dim, memory)
+    values = num_vectors * dim
+    fitting = []
+    for kind in KINDS:
+        # Scans and graphs get slow in large sets however much memory there is; IVF is limited by
+        # memory alone.
+        is_limited = memory is None or kind.name in ("Flat", "HNSW")
+        is_too_large = is_limited and 0 < kind.max_values < values
+        fits_memory = memory is None or num_vectors * kind.resident(dim) <= memory
+        if fits_memory and not is_too_large and kind.min_target <= target_recall:
+            if kind.recall >= target_recall:
+                return kind.factory(lists, dim)
+            fitting.append(kind)
+    if fitting:  # none reaches the target
+        return max(fitting, key=lambda kind: kind.recall).factory(lists, dim)
+    return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
+
+
+def machine_memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def training_rows_in(memory: int, dim: int) -> int:
+    """Number of vectors of dimension D that a quarter of the memory holds."""
+    return max(MIN_TRAINING_ROWS, memory // 4 // (4 * dim))
+
+
+def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
+    """Inverted lists for N vectors: the power of two nearest to 4√N, with at least 39 training
+    vectors each."""
+    trained_on = num_vectors if memory is None else min(num_vectors, training_rows_in(memory, dim))
+    by_training = math.floor(math.log2(max(1, trained_on / MIN_POINTS_PER_LIST)))
+    return min(MAX_LISTS, 2 ** min(round(math.log2(4 * math.sqrt(num_vectors))), by_training))
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from "2GiB", "500 MB", "1.5G" or a plain number; K, M, G, T are powers of 1024 unless
+    only a B follows."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
+    size = 0
+    if match is not None:
+        base = 1000 if match[3].upper() == "B" and match[2] else 1024
+        size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+    if size < MIN_MEMORY:
+        raise DualencError(
+            f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB"
+        )
+    return size

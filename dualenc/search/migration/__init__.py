@@ -1,0 +1,1 @@
+"""Change the embedding model of an index."""

@@ -1,0 +1,146 @@
+"""The work folder of a migration, INDEX.migration: whose it is, how far it is, what may not change.
+
+An index must not change while a migration embeds its documents: the next replacement would undo the
+change. Commands that change one ask here first, under the lock of the index, which a migration
+holds while it reads the index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from dualenc.data.store.items import ITEMS
+from dualenc.data.store.vector_shards import is_embeddings
+from dualenc.errors import DualencError
+from dualenc.io.files import is_folder_of, is_locked, recover, remove, write_json
+from dualenc.io.reading import read_json_object
+from dualenc.types import StrPath
+
+FORMAT = "dualenc migration"
+PLAN = "plan.json"
+INDEX_FORMAT = "dualenc index"
+_INDEXES = ("old", "next")
+_EMBEDDINGS = re.compile(r"sample|embeddings-\d+")
+_RECORDS = {"report.json": {"facts", "systems", "served"}, "documents.json": {"source"}}
+"""Files of JSON by whose names a folder without a plan is known, too."""
+_ARRAYS = ("documents.npy", "order.npy", "map.safetensors")
+
+
+def work_folder(folder: StrPath) -> Path:
+    """The work folder beside an index, INDEX.migration."""
+    target = Path(os.path.realpath(folder))
+    return target.with_name(f"{target.name}.migration")
+
+
+def read_plan(folder: StrPath) -> dict[str, Any] | None:
+    """The plan of an index's migration; None without one.
+
+    What a kill has left of one that had ended has none, either. A plan that is damaged, or missing
+    though the index is not finished, is {}.
+
+    Raises:
+        DualencError: INDEX.migration is a file, or a folder that no migration wrote.
+    """
+    work = work_folder(folder)
+    if not os.path.lexists(work):
+        return None
+    path = work / PLAN
+    plan: dict[str, Any] | None = None
+    if work.is_dir() and path.is_file():
+        try:
+            plan = read_json_object(path)
+        except DualencError:
+            plan = {}
+        if plan.get("format") == FORMAT:
+            return plan
+    if not _is_work(work, is_empty_ours=plan is None):
+        raise DualencError(f"{work}: exists and was not written by a migration; move it away")
+    if is_replaced(folder) and read_json_object(Path(folder) / "meta.json")["mapped"]:
+        return {}
+    return None if plan is None else {}
+
+
+def _is_work(work: Path, is_empty_ours: bool) -> bool:
+    """Whether a folder holds what a migration writes, and nothing else."""
+    if not work.is_dir() or work.is_symlink():
+        return False
+    is_known = False
+    for path in work.iterdir():
+        if path.name in (PLAN, *_ARRAYS) or re.fullmatch(r"\..*\.part", path.name):
+            continue
+        is_bare = path.is_dir() and set(os.listdir(path)) <= {"create.lock"}
+        if path.name in _INDEXES:
+            is_own = is_bare or is_folder_of(path, INDEX_FORMAT)
+        elif _EMBEDDINGS.fullmatch(path.name):
+            is_own = is_bare or is_embeddings(path)
+        else:
+            is_own = path.name in _RECORDS and _has_names(path, _RECORDS[path.name])
+        if not is_own:
+            return False
+        is_known = True
+    return is_known or (is_empty_ours and not os.listdir(work))
+
+
+def _has_names(path: Path, names: set[str]) -> bool:
+    try:
+        return names <= read_json_object(path).keys()
+    except DualencError:
+        return False
+
+
+def is_replaced(folder: StrPath) -> bool:
+    """Whether INDEX was put there by its migration: of the old one's items, by another model."""
+    old = work_folder(folder) / "old"
+    if not is_folder_of(old, INDEX_FORMAT):
+        return False
+    recover(folder)
+    metas = (Path(each) / "meta.json" for each in (old, folder))
+    before, after = (read_json_object(path, {"files": dict}) for path in metas)
+    same_items = before["files"].get(ITEMS) == after["files"].get(ITEMS)
+    is_other_model = before.get("model_checksum") != after.get("model_checksum")
+    return "mapped" in after and same_items and is_other_model
+
+
+def has_begun(folder: StrPath) -> bool:
+    """Whether the migration has embedded more than its sample, or replaced the index."""
+    return any(work_folder(folder).glob("embeddings-*")) or is_replaced(folder)
+
+
+def check_unmigrated(folder: StrPath) -> None:
+    """Refuse to change an index while a migration of it is at work, or was interrupted.
+
+    Raises:
+        DualencError: one is; the line says how to finish it or to put the old index back.
+    """
+    if not is_folder_of(folder, INDEX_FORMAT):
+        return
+    work = work_folder(folder)
+    back = f"dualenc migrate {folder} --rollback"
+    if is_locked(work):
+        problem = "`dualenc migrate` is changing its model, and would undo the change"
+        raise DualencError(f"{folder}: {problem}; wait for its end, or stop it and run {back}")
+    try:
+        plan = read_plan(folder)
+    except DualencError:  # of somebody else
+        return
+    if plan is not None and not is_over(plan) and has_begun(folder):
+        name = plan.get("name", "NEW_MODEL")
+        problem = f"its model is being changed to {name}, in {work.name}"
+        finish = f"finish it: dualenc migrate {folder} {name}"
+        raise DualencError(f"{folder}: {problem}; {finish}, or end it: {back}")
+
+
+def is_over(plan: dict[str, Any]) -> bool:
+    """Whether a migration was rolled back, so that what it has embedded replaces nothing."""
+    return "ended" in plan or bool(plan.get("rolled_back"))
+
+
+def remove_work(folder: StrPath, ended: str = "finished") -> None:
+    """Remove the work folder of an index; its plan says so first, and goes last."""
+    work = work_folder(folder)
+    if read_plan(folder) is not None:
+        write_json(work / PLAN, {"format": FORMAT, "ended": ended})
+    remove(work)
