@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.output import RESULT, start_processes, writing
+from dualenc.commands.output import RESULT
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
 from dualenc.data.readers.clicks import DocumentSplit, IndexPairs, split_by_documents
@@ -58,6 +58,7 @@ from dualenc.training.adapting import (
     score_interpolations,
 )
 from dualenc.training.trainer import Trainer, TrainingResult
+from dualenc.workflows.session import start_processes, writing
 
 if TYPE_CHECKING:
     from dualenc.commands.adapt import AdaptOptions, ClickOptions

@@ -71,10 +71,10 @@ def open_work(
     device: str | None,
 ) -> Work:
     """Open model and data, whose kinds say which side it is where `side` does not."""
-    from dualenc.commands.output import recorded_name, start_processes
     from dualenc.data.readers.sources import open_corpus
     from dualenc.encoders import load_model
     from dualenc.encoders.index_encoder import IndexEncoder
+    from dualenc.workflows.session import recorded_name, start_processes
 
     encoder = load_model(model, device=str(start_processes(device)))
     if isinstance(encoder, IndexEncoder) and side != "left":
@@ -106,7 +106,7 @@ def open_work(
 def describe(embeddings: Embeddings, folder: str | Path) -> None:
     """Print what was embedded, and what was left out."""
     from dualenc import distributed
-    from dualenc.commands.output import report_skipped
+    from dualenc.workflows.session import report_skipped
 
     report_skipped(embeddings)
     if distributed.is_main():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dualenc import distributed
-from dualenc.commands.output import Evaluation, short_name
+from dualenc.commands.output import Evaluation
 from dualenc.data import open_pairs
 from dualenc.data.corpus import corpora
 from dualenc.data.readers.detect import default_split
@@ -15,6 +15,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.image_text_retrieval import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.report_page import Table
+from dualenc.workflows.session import short_name
 
 if TYPE_CHECKING:
     from dualenc.commands.options import ColumnOptions, OutputOptions

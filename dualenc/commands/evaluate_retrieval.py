@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.options import given_options
-from dualenc.commands.output import RESULT, Evaluation, short_name
+from dualenc.commands.output import RESULT, Evaluation
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus, RetrievalSet, held_out
 from dualenc.data.item_lists import VectorItems
@@ -46,6 +46,7 @@ from dualenc.io.files import removed_if_refused
 from dualenc.search.documents import open_documents
 from dualenc.search.fusion import fuse
 from dualenc.search.searcher import check_encoder
+from dualenc.workflows.session import short_name
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import RetrievalOptions

@@ -10,7 +10,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.commands.labelled_images import open_images, require_labels
-from dualenc.commands.output import Evaluation, short_name
+from dualenc.commands.output import Evaluation
 from dualenc.data import Corpus
 from dualenc.data.labels import align_labels, are_numbers
 from dualenc.data.readers.detect import default_split
@@ -27,6 +27,7 @@ from dualenc.evaluation.zero_shot import (
     readable_class,
     zero_shot_accuracy,
 )
+from dualenc.workflows.session import short_name
 
 if TYPE_CHECKING:
     from dualenc.commands.evaluate import ZeroShotOptions

@@ -75,9 +75,9 @@ def index(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.output import start_processes, writing
     from dualenc.search import Index
     from dualenc.search.migration.migration_folder import check_unmigrated
+    from dualenc.workflows.session import start_processes, writing
 
     _check_together(data, out, build, append, remove, verify, bm25, texts, side, items)
     if verify:
@@ -156,9 +156,9 @@ def _embed_beside(out: str, work: Work, grown: Index | None, was_killed: bool) -
     The folder stays after a failed build: a factory string that FAISS refuses does not cost the
     embedding. `was_killed` says that a process was killed after it had replaced the index.
     """
-    from dualenc.commands.output import embed_into
     from dualenc.data.store.items import rows_of
     from dualenc.search.embed.writer import check_embeddings_target
+    from dualenc.workflows.session import embed_into
 
     target = Path(os.path.abspath(out))
     folder = target.with_name(f".{target.name}.embeddings")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dualenc.commands.output import Evaluation, embed_into, recorded_name
+from dualenc.commands.output import Evaluation
 from dualenc.data import Corpus, open_corpus
 from dualenc.data.labels import rows_with_label
 from dualenc.data.readers.detect import detect
@@ -14,6 +14,7 @@ from dualenc.data.readers.images import split_folder
 from dualenc.data.store.items import rows_of
 from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
+from dualenc.workflows.session import embed_into, recorded_name
 
 
 def random_rows(total: int, limit: int | None, seed: int) -> np.ndarray:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dualenc.commands.options import SourceOptions
-from dualenc.commands.output import open_model, recorded_name, start_processes
 from dualenc.data import Corpus
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.readers.beir import read_judged_queries
@@ -35,6 +34,7 @@ from dualenc.search.migration.migration_folder import read_plan, remove_work, wo
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
+from dualenc.workflows.session import open_model, recorded_name, start_processes
 
 MIN_DOCUMENTS = 100
 """Below, maps cannot be learned, and embedding everything takes seconds."""

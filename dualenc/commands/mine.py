@@ -46,12 +46,12 @@ def mine(
         device: such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.commands.output import embed_into, open_model, start_processes, writing
     from dualenc.data.corpus import corpora
     from dualenc.data.readers.sources import open_pairs
     from dualenc.data.store.vector_shards import are_embeddings
     from dualenc.evaluation.report_page import Table, print_table
     from dualenc.search.mining import check_mined, check_modalities, mine_negatives
+    from dualenc.workflows.session import embed_into, open_model, start_processes, writing
 
     target = Path(out)
     folder = Path(f"{target}-embeddings")

@@ -89,8 +89,8 @@ def _print_results(
 
 def _open(index: str, query: str, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the models that the query needs."""
-    from dualenc.commands.output import start_processes
     from dualenc.search.searcher import Searcher
+    from dualenc.workflows.session import start_processes
 
     if not query.strip():
         raise DualencError("the query is empty; give a text, or the path of an image")

@@ -82,8 +82,8 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     """The words after `dualenc` of what follows a training: report, evaluate and index, with the
     data of its recipe."""
-    from dualenc.commands.output import EVALUATIONS
     from dualenc.encoders.load import folder_kind
+    from dualenc.workflows.session import EVALUATIONS
 
     kind = folder_kind(model)
     run = str(model.parent)

@@ -167,7 +167,7 @@ def test_what_an_index_would_refuse_is_not_embedded_first(
 ) -> None:
     index = tmp_path / "index"
     run("index", toy_text, documents, "--out", index)
-    monkeypatch.setattr("dualenc.commands.output.embed", None)
+    monkeypatch.setattr("dualenc.workflows.session.embed", None)
     assert "already; remove it first" in failure(
         capsys, "index", toy_text, documents, "--out", index, "--append"
     )

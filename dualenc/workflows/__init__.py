@@ -1,0 +1,1 @@
+"""What people do with dualenc, as functions: they return results and never print."""
