@@ -21,30 +21,31 @@ from typing import Any
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError
 
 from dualenc import __version__
+from dualenc.commands.notices import printed_notices
 from dualenc.errors import BelowTarget, DualencError, nearest
 from dualenc.io.terminal import printable, without_credentials
 
 COMMANDS = (
-    *(
-        "quickstart",
-        "recipe",
-        "train",
-        "report",
-        "embed",
-        "index",
-        "migrate",
-        "push",
-        "adapt",
-        "mine",
-    ),
-    *(
-        "search",
-        "evaluate retrieval",
-        "evaluate image-text",
-        "evaluate zero-shot",
-        "evaluate probe",
-    ),
-    *("evaluate corrupted", "evaluate engine"),
+    "quickstart",
+    "recipe",
+    "train",
+    "report",
+    "embed",
+    "index",
+    "append",
+    "remove",
+    "verify",
+    "migrate",
+    "push",
+    "adapt",
+    "mine",
+    "search",
+    "evaluate retrieval",
+    "evaluate image-text",
+    "evaluate zero-shot",
+    "evaluate probe",
+    "evaluate corrupted",
+    "evaluate engine",
 )
 """Each is a function in the module of `dualenc.commands` with its first word's name."""
 
@@ -74,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise DualencError("--out is empty; name a file or folder")
         marked = [_MARK + word if _VALUE.match(word) else word for word in words]
         function, bound, _ = build_app(words[:1]).parse_args(marked)
-        function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
+        with printed_notices():
+            function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, has closed its end; without this Python would complain when it

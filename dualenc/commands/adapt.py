@@ -1,35 +1,39 @@
-"""`dualenc adapt`: train queries against the documents of an index, which stays as it is."""
+"""`dualenc adapt`: train queries against the documents of an index, without changing it."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter, validators
 from cyclopts.types import NormFloat, PositiveFloat, PositiveInt, UInt32
 
 from dualenc.commands.options import BatchSize
+from dualenc.io.terminal import printable
+
+if TYPE_CHECKING:
+    from dualenc.workflows.adaptation_report import AdaptResult
 
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """What is trained, on which pairs, and how long.
+    """What is trained, on which pairs, and for how long.
 
     Args:
-        train: a perceptron or a linear map of the query vectors (seconds), adapters of the text
-            model (lora) or all of it (minutes).
-        epochs: passes over the pairs at most; training ends earlier where held-out queries gain
-            nothing. By default 12 of a map, 3 of a text model.
+        train: what is trained: a perceptron or a linear map of the query vectors (seconds),
+            adapters of the text model (lora) or all of it (minutes).
+        epochs: maximum number of passes over the pairs; training ends earlier if held-out queries
+            do not improve. By default 12 for a map, 3 for a text model.
         batch_size: queries in a step.
-        learning_rate: by default 1e-3 of a map, 2e-4 (lora) or 2e-5 (all).
-        temperature: τ of the softmax over all documents.
+        learning_rate: learning rate; by default 1e-3 for a map, 2e-4 (lora) or 2e-5 (all).
+        temperature: temperature τ of the softmax over all documents.
         held_out: share of the pairs to hold out, by their documents; 0 trains on all pairs,
             measures nothing and needs --keep.
-        keep: share of the original weights in the result, from 0 to 1; by default the best one for
-            held-out queries among those that cost queries of new documents nothing. Where held-out
+        keep: share of the original weights in the result, from 0 to 1; by default the best share
+            for held-out queries among those that do not harm queries of new documents. If held-out
             queries name too few documents to measure that, the default is 1, the original.
-        seed: of everything random.
+        seed: random seed for the split, the initial weights and the batches.
     """
 
     train: Literal["perceptron", "linear", "lora", "all"] = "perceptron"
@@ -44,19 +48,18 @@ class AdaptOptions:
 
 @dataclass(frozen=True)
 class ClickOptions:
-    """Where the queries are.
+    """How queries are read, and which others are measured.
 
     Args:
-        query_column: of a table, with texts or vectors, where it has no usual name.
-        document_column: of a table, with ids of documents, where it has no usual name.
-        label_column: of a table, 0 where the document was not clicked or is not relevant; by
-            default a column with a usual name that holds labels; none reads none.
-        split: of a BEIR folder, a folder of tables or a hub name.
-        model: the model of the index, if it has moved.
-        test: BEIR folder whose test queries are measured, too; its documents are those of the
-            index.
-        second: BEIR folder of another task, whose test queries are measured, too: what does the
-            model forget?
+        query_column: column with texts or vectors, if it has no usual name.
+        document_column: column with ids of documents, if it has no usual name.
+        label_column: column that is 0 where the document was not clicked or is not relevant; by
+            default a column of labels with a usual name; none reads no labels.
+        split: split of a BEIR folder, a folder of tables or a hub name.
+        model: model of the index, if it has moved.
+        test: BEIR folder whose test queries are measured too, over the documents of the index.
+        second: BEIR folder of another task whose test queries are measured too, to see what the
+            model forgets.
     """
 
     query_column: str | None = None
@@ -78,12 +81,11 @@ def adapt(
     resume: bool = False,
     device: str | None = None,
 ) -> None:
-    """Train queries by the exact softmax over all documents of an index, whose vectors are read and
-    never written.
+    """Train queries by the exact softmax over all documents of an index.
 
-    OUT/model is a query model for the same index: `dualenc search INDEX --model OUT/model "…"`. The
-    report has nDCG@10 of held-out queries whose documents no training pair names, and of others,
-    beside the model as it was.
+    The vectors of the index are read and never written. OUT/model is a query model for the same
+    index: `dualenc search INDEX --model OUT/model "…"`. The report compares nDCG@10 with the
+    original model for held-out queries whose documents are in no training pair, and for others.
 
     Args:
         index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push`
@@ -91,8 +93,59 @@ def adapt(
         clicks: table with a query and the id of a relevant document in each row, or a BEIR folder.
         out: folder to write: model, training, metrics.json, report.html.
         resume: continue an interrupted training from its latest checkpoint.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
+        device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
-    from dualenc.commands.adapt_index import adapt_index
+    from dualenc import distributed
+    from dualenc.workflows import adapt_queries
 
-    adapt_index(index, clicks, Path(out), columns, options, resume, device)
+    result = adapt_queries.adapt(
+        index,
+        clicks,
+        out=out,
+        resume=resume,
+        device=device,
+        **vars(columns),
+        **vars(options),
+    )
+    if distributed.is_main():
+        _print_result(result)
+        if result.unmeasured is not None:
+            _print_unmeasured(result.unmeasured, options.keep)
+        print(printable(f"next:  {_next_command(index, result)}"))
+
+
+def _print_result(result: AdaptResult) -> None:
+    """Print the quality, what was forgotten, and where the files are."""
+    from dualenc.evaluation.plots import MISSING, can_draw
+    from dualenc.evaluation.report_page import print_table
+
+    if result.quality:
+        print_table(result.table())
+    for line in result.notices():
+        print(printable(line))
+    if not can_draw():
+        print(f"report.html has no curves: {MISSING}")
+    print(printable(f"checksum of the index: {result.facts['checksum of the index']}"))
+    print(printable(f"model, metrics and report.html are in {result.folder}"))
+
+
+def _print_unmeasured(reason: str, keep: float | None) -> None:
+    """Print that the effect of adapting is unknown, and how to measure it."""
+    if keep is None:
+        problem = f"cannot tell whether adapting helps, so the model is the original: {reason}"
+        print(f"{problem}; raise --held-out, or set --keep 0.5 with --resume")
+    elif keep < 1:
+        print(f"cannot tell whether adapting helps, and --keep {keep:g} was used: {reason}")
+
+
+def _next_command(index: str, result: AdaptResult) -> str:
+    """Return how to use the model: search an index or an engine, or evaluate over embeddings."""
+    from dualenc.search.engines.engine import is_pushed
+    from dualenc.search.index.open import is_index
+
+    model = f"{result.folder}/model"
+    if is_index(index) or is_pushed(index):
+        query = '"…"' if result.query_modality == "text" else "QUERY.npy"
+        return f"{shlex.join(['dualenc', 'search', index, '--model', model])} {query}"
+    words = ["dualenc", "evaluate", "retrieval", model, "BEIR-FOLDER", "--documents", index]
+    return shlex.join(words)

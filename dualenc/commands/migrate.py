@@ -1,8 +1,7 @@
-"""`dualenc migrate`: options and checks; `migrate_index.py` does the work."""
+"""`dualenc migrate`: change the model of an index."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from dualenc.commands.options import BatchSize, refuse_together
@@ -11,6 +10,7 @@ from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.search.migration.stages import RolledBack
+    from dualenc.workflows.migrate_model import MigrationReport
 
 
 def migrate(
@@ -26,70 +26,98 @@ def migrate(
     batch_size: BatchSize = 32,
     device: str | None = None,
 ) -> None:
-    """Change the model of an index: measure what is to be expected, then embed its documents again,
-    most found first.
+    """Change the model of an index: measure first, then embed its documents again.
 
     A sample is embedded with the new model, and maps between the two spaces are learned from it.
     The report compares the old model, mapped vectors and the new model. Then the index answers with
-    the new model over mapped vectors, which give way to new ones as documents are embedded; where
-    mapped vectors find significantly less, or no judgements tell, it stays the old one until enough
-    are. The same command resumes an interrupted migration. Until it has ended the index takes no
-    other change. The work folder is INDEX.migration, the report INDEX.migration.html.
+    the new model over mapped vectors, which are replaced as documents are embedded, those that
+    queries find most often first. If mapped vectors find significantly less, or without judgements,
+    the old index stays until enough documents are embedded. The same command resumes an interrupted
+    migration. Until it ends, the index takes no other change. The work folder is INDEX.migration,
+    the report INDEX.migration.html.
 
     Args:
         index: an index of texts.
         new_model: model folder or name, of kind query-document.
-        data: the documents, unless `dualenc index INDEX --texts` has kept them; by default what the
-            index was made of. With a BEIR folder that has test judgements the report measures
-            nDCG@10.
+        data: the documents, unless the index keeps their texts (`dualenc index --texts`); by
+            default what the index was made of. With a BEIR folder that has test judgements the
+            report measures nDCG@10.
         queries: table of past queries, which decide the order; by default those of the BEIR folder,
-            else the sample.
-        report_only: stop after the report; the same command without it goes on.
-        anyway: go on although the report shows that the new model finds significantly less than the
-            old one; without judgements, serve mapped vectors.
-        rollback: put the old index back and end the migration; what was embedded stays, to go on
-            later.
-        discard: with --rollback, remove these vectors, too.
+            or the sample.
+        report_only: stop after the report; the same command without it continues.
+        anyway: continue although the new model finds significantly less than the old one; without
+            judgements, serve mapped vectors.
+        rollback: put the old index back and end the migration; embedded vectors stay, for a later
+            migration.
+        discard: with --rollback, remove these vectors too.
         batch_size: texts per forward pass.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
+        device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
     if rollback:
-        going_on = {"--report-only": report_only, "--anyway": anyway}
-        refuse_together("--rollback", {**going_on, "--data": data, "--queries": queries})
+        others = {"--report-only": report_only, "--anyway": anyway}
+        refuse_together("--rollback", {**others, "--data": data, "--queries": queries})
     if report_only:
         refuse_together("--report-only", {"--anyway": anyway})
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise DualencError("dualenc migrate runs in one process; start it without accelerate")
+    if discard and not rollback:
+        raise DualencError(
+            "--discard removes what a migration has embedded",
+            fix="give it with --rollback, or leave it out",
+        )
     if new_model is None and not rollback:
         raise DualencError(
-            "dualenc migrate needs a model; name it: dualenc migrate INDEX NEW_MODEL"
+            "dualenc migrate needs a model", fix="name it: dualenc migrate INDEX NEW_MODEL"
         )
-    if discard and not rollback:
-        problem = "--discard removes what a migration has embedded"
-        raise DualencError(f"{problem}; give it with --rollback, or leave it out")
-    from dualenc.commands.migrate_index import migrate_index
-    from dualenc.io.files import locked
-    from dualenc.search.migration.migration_folder import work_folder
-    from dualenc.search.migration.stages import roll_back
+    from dualenc.workflows import migrate_model
 
-    with locked(work_folder(index), wait=False, option="INDEX"):
-        if rollback or new_model is None:
-            print(printable(f"{_told(index, roll_back(index, discard))} → {index}"))
-        else:
-            migrate_index(
-                index,
-                new_model,
-                data,
-                queries,
-                report_only=report_only,
-                anyway=anyway,
-                batch_size=batch_size,
-                device=device,
+    if rollback or new_model is None:
+        done = migrate_model.roll_back(index, discard)
+        print(printable(f"{_describe_rollback(index, done)} → {index}"))
+        return
+    report = migrate_model.migrate(
+        index,
+        new_model,
+        data=data,
+        queries=queries,
+        report_only=report_only,
+        anyway=anyway,
+        batch_size=batch_size,
+        device=device,
+        on_report=_print_report,
+    )
+    if report.state == "unchanged":
+        print(printable(f"all {report.num_vectors:,} vectors are of this model → {index}"))
+    elif report.state == "measured":
+        verdict = f"{report.model}: {report.verdict()}; nothing is replaced"
+        print(printable(f"{verdict}; next: dualenc migrate {index} {new_model}"))
+    else:
+        verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
+        rest = "the old index is removed, and no rollback is left"
+        print(printable(f'{verdict}; {rest}; next: dualenc search {index} "…"'))
+
+
+def _print_report(report: MigrationReport) -> None:
+    """Print the measurements, and what they mean for the index."""
+    from dualenc.evaluation.report_page import Table, print_table
+
+    facts = [{"what": name, "value": value} for name, value in report.facts.items()]
+    print_table(Table("Change of model", facts))
+    print_table(report.table())
+    share = min(report.served)
+    if share > 0:
+        problem = "mapped vectors find significantly less than the old model"
+        if not report.is_judged():
+            problem = (
+                "without judgements nothing tells what mapped vectors find beside the old model "
+                "(name a BEIR folder by --data, or serve them by --anyway)"
             )
+        print(f"{problem}: the index stays the old one until {share:.0%} of it are embedded anew")
+    if report.is_worse():
+        print("the new model finds significantly less than the old one")
+    print(printable(f"report: {report.page}"))
 
 
-def _told(index: str, done: RolledBack) -> str:
-    """Return what a rollback did and left."""
+def _describe_rollback(index: str, done: RolledBack) -> str:
+    """Return what a rollback has replaced, kept and removed."""
     if done.was_over:
         return "the rest of an ended migration is removed, the index is as it was"
     state = "nothing had been replaced, the index is as it was"

@@ -1,11 +1,10 @@
-"""Options that several commands share, or that belong together; `dualenc.cli` makes a flat list of
-them."""
+"""Groups of options, most of them shared by several commands; `dualenc.cli` flattens them."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter, convert, validators
@@ -21,51 +20,51 @@ def _split(kind: Any, tokens: Sequence[Any]) -> Any:
 
 
 def refuse_together(option: str, others: Mapping[str, object]) -> None:
-    """Raise if an option is given with others that it would leave without effect.
+    """Raise if an option comes with others that it would leave without effect.
 
     Args:
-        option: what is given, such as "--verify".
-        others: values by option; none, false and empty ones are not given.
+        option: the given option, such as "--rollback".
+        others: values by option; None and False mean that the option was not given.
     """
     for name, value in others.items():
         if value is not None and value is not False:
-            raise DualencError(f"{option} does not go with {name}; leave one of them out")
+            raise DualencError(f"{option} does not go with {name}", fix="leave one of them out")
 
 
 def given_options(options: Any) -> dict[str, bool]:
-    """Return by option of a dataclass, such as "--batch-size", if it is not its default."""
+    """Return for each option of a group, such as "--batch-size", if it differs from its default."""
     default = vars(type(options)())
     changed = {name: value != default[name] for name, value in vars(options).items()}
     return {f"--{name.replace('_', '-')}": is_changed for name, is_changed in changed.items()}
 
 
 COMMAS = Parameter(converter=_split, n_tokens=1)
-"""Marks a list that is split at commas; texts of any other list may hold commas, and its option may
-be repeated."""
+"""Marks a list that is split at commas. Other lists repeat their option, so that texts may hold
+commas."""
 
 BatchSize = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 20))]
 Workers = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1024))]
 Candidates = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1 << 24))]
-"""Lists or items that a search visits; an HNSW search reserves memory for each."""
+"""Number of lists or items that a search visits. HNSW reserves memory for each, hence the limit."""
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Where the items of a corpus are.
+    """How the items of a corpus are read.
 
     Args:
-        split: of a data set that has several.
-        text_column: column with the texts, where it has no usual name.
-        image_column: column with the images, where it has no usual name.
-        vector_column: column with the vectors, where it has no usual name.
-        id_column: column with the ids; by default _id, id or another usual name. Without one, or by
-            none, row numbers.
-        columns: further columns of a table, separated by commas, kept to filter results by; double
-            quotes protect the comma of a name.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is
-            in quotes.
-        allow_outside: let image paths lead out of the table's folder; only for a table that you
-            trust.
+        split: split of a data set that has several.
+        text_column: column with the texts, if it has no usual name.
+        image_column: column with the images, if it has no usual name.
+        vector_column: column with the vectors, if it has no usual name.
+        id_column: column with the ids; by default _id, id or another usual name. Without such a
+            column, or with none, ids are row numbers.
+        columns: further columns of a table to filter results by, separated by commas; double quotes
+            protect a comma inside a name.
+        quotes: read " as enclosing fields; by default in csv files, and in tsv files whose header
+            is quoted.
+        allow_outside: let image paths lead out of the folder of the table; only for a table that
+            you trust.
     """
 
     split: str = "train"
@@ -77,31 +76,6 @@ class SourceOptions:
     quotes: bool | None = None
     allow_outside: bool = False
 
-    def given(self) -> dict[str, Any]:
-        """What is not as by default, but for the columns to keep and trust: how to read the same
-        items again."""
-        kept = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("columns", "allow_outside")
-        }
-        return {name: value for name, value in kept.items() if value != getattr(type(self), name)}
-
-    @classmethod
-    def recorded(cls, meta: Mapping[str, Any], source: str) -> dict[str, Any]:
-        """Return what a meta.json records as `given`, so that the same items are read; refuse
-        anything else."""
-        reading = meta.get("read", {})
-        names = {field.name for field in fields(cls)} - {"columns", "allow_outside"}
-        if isinstance(reading, dict) and names.issuperset(reading):
-            kinds = {"quotes": bool}
-            if all(isinstance(value, kinds.get(name, str)) for name, value in reading.items()):
-                return reading
-        # The meta.json may be a stranger's: paths outside a table's folder are allowed by the user
-        # alone.
-        problem = f"'read' in meta.json is {str(reading)[:80]}, not how the data was read"
-        raise DualencError(f"{source}: {problem}; build it again")
-
 
 @dataclass(frozen=True)
 class EmbedOptions:
@@ -111,9 +85,8 @@ class EmbedOptions:
         batch_size: items per forward pass.
         dtype: precision of the stored vectors.
         output: embedding for unit vectors, features for what probes use.
-        dim: keep only so many of the first components, as models trained with `dims` allow; by
-            default all.
-        autocast: run the model in this precision.
+        dim: number of components to keep, for models trained with `dims`; by default all.
+        autocast: precision of the forward passes.
         num_workers: processes that decode images.
         on_error: skip (and count) bad samples, or raise at the first one.
     """
@@ -135,11 +108,11 @@ class BuildOptions:
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or
             OPQ32,IVF4096,PQ32.
         metric: cosine, or ip for the inner product.
-        dim: index only so many of the first components of the vectors; queries are cut likewise; by
-            default all.
-        memory: memory for building and searching, such as 2GiB; by default what the machine has.
-        target_recall: recall@10 that auto and the search parameters are chosen for.
-        recall_queries: how many queries to measure recall@10 with; 0 measures nothing.
+        dim: number of components of the vectors to index; queries are cut likewise. By default
+            all.
+        memory: memory for building and searching, such as 2GiB; by default that of the machine.
+        target_recall: recall@10 that auto and the search parameters aim at.
+        recall_queries: number of queries to measure recall@10 with; 0 measures nothing.
         queries: embeddings of real queries to measure with; by default a sample of the database.
     """
 
@@ -157,11 +130,10 @@ class SearchOptions:
     """How an index or an engine is opened.
 
     Args:
-        model: model folder or name, if the one that made the index has moved.
-        nprobe: lists that an IVF index visits; by default what the build or the engine chose.
-        ef_search: candidates that an HNSW index keeps; by default what the build or the engine
-            chose.
-        device: such as cpu or cuda:0.
+        model: model folder or name, if the model that built the index has moved.
+        nprobe: number of lists that an IVF index visits; by default chosen by the build or engine.
+        ef_search: number of candidates of an HNSW index; by default chosen by the build or engine.
+        device: device, such as cpu or cuda:0.
     """
 
     model: str | None = None
@@ -172,11 +144,11 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Where an evaluation computes and writes.
+    """Output folder and device of an evaluation.
 
     Args:
         out: folder to write; by default evaluations/TASK/MODEL-DATA-HASH.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
+        device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
 
     out: str | None = None
@@ -188,17 +160,17 @@ class ColumnOptions:
     """The columns of a table of pairs.
 
     Args:
-        left_column: of a table of pairs, with queries or images, where it has no usual name.
-        right_column: of a table of pairs, with documents or captions (one, or a list in each row),
-            where it has no usual name.
-        left_modality: of the left column; by default as its values look.
-        right_modality: of the right column; by default as its values look.
-        weight_column: labels, grades or weights of the rows, 0 for those that do not match; by
-            default a column with a usual name that holds labels; none reads none.
-        quotes: whether " encloses fields; by default of csv files, and of tsv files whose header is
-            in quotes.
-        allow_outside: let image paths lead out of the table's folder; only for a table that you
-            trust.
+        left_column: column with queries or images, if it has no usual name.
+        right_column: column with documents or captions (one, or a list in each row), if it has no
+            usual name.
+        left_modality: modality of the left column; by default detected from its values.
+        right_modality: modality of the right column; by default detected from its values.
+        weight_column: column with labels, grades or weights of the rows, 0 for pairs that do not
+            match; by default a column of labels with a usual name; none reads no weights.
+        quotes: read " as enclosing fields; by default in csv files, and in tsv files whose header
+            is quoted.
+        allow_outside: let image paths lead out of the folder of the table; only for a table that
+            you trust.
     """
 
     left_column: str | None = None
@@ -212,17 +184,17 @@ class ColumnOptions:
 
 @dataclass(frozen=True)
 class RankingOptions:
-    """What decides the order of results beyond the vectors.
+    """Options that change the ranking beyond similarity.
 
     Args:
-        hybrid: fuse with BM25: by reciprocal ranks (rrf) or weighted scores (weighted).
-        weight: with hybrid, of the vectors, from 0 to 1; BM25 has the rest.
+        hybrid: fuse with BM25 by reciprocal ranks (rrf) or weighted scores (weighted).
+        weight: weight of the vectors in a fusion, from 0 to 1; BM25 has the rest.
     """
 
     hybrid: Literal["rrf", "weighted"] | None = None
     weight: NormFloat = 0.5
 
     def check(self) -> None:
-        """Refuse a weight without a fusion."""
+        """Raise if a weight is given without a fusion."""
         if self.hybrid is None and self.weight != type(self).weight:
-            raise DualencError("--weight is for --hybrid; give both, or leave it out")
+            raise DualencError("--weight is for --hybrid", fix="give both, or leave it out")

@@ -1,9 +1,9 @@
-"""What workflows share: device and processes, locked outputs, models, and embeddings below an output."""
+"""Shared steps of workflows: device and processes, locked outputs, models and embeddings."""
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,12 +15,8 @@ from dualenc import distributed
 from dualenc.data.store.identity import digest_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
-from dualenc.io.files import (
-    locked,
-    remove,
-)
+from dualenc.io.files import locked, remove
 from dualenc.io.reading import read_json_object
-from dualenc.io.terminal import printable
 from dualenc.search.embed.encode import embed, tower_checksum
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.types import StrPath
@@ -29,6 +25,8 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder, Tower
     from dualenc.types import Side
+
+logger = logging.getLogger("dualenc.workflows")
 
 EVALUATIONS = {
     "query-document": ("retrieval",),
@@ -41,8 +39,10 @@ EVALUATIONS = {
 
 
 def short_name(source: str) -> str:
-    """Name of a model or of data in tables: the run of RUN/model, otherwise the last part of a path
-    or name."""
+    """Return the name of a model or of data in tables.
+
+    RUN/model is named after the run; anything else by the last part of its path or name.
+    """
     path = Path(source)
     if path.is_dir() and path.resolve().name == "model":
         path = path.resolve().parent
@@ -50,27 +50,34 @@ def short_name(source: str) -> str:
 
 
 def recorded_name(source: str) -> str:
-    """What meta.json calls a model or data: the absolute path, by which it is found from anywhere,
-    or the name."""
+    """Return how meta.json names a model or data.
+
+    A path is recorded as absolute, so that it can be found from any folder.
+    """
     path = Path(source).expanduser()
     return str(path.resolve()) if path.exists() else source
 
 
 def start_processes(device: str | None = None) -> torch.device:
-    """Join the other processes of `accelerate launch`, if there are any. Returns the device to work
-    on.
+    """Join the other processes of `accelerate launch`, if any, and return the device to use.
 
-    By default it is this process's GPU, or the CPU where there is none. A device that is not there
-    is an error.
+    Args:
+        device: name of a device; None takes the GPU of this process, or the CPU without one.
+
+    Raises:
+        DualencError: the device does not exist or cannot compute.
     """
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(default if device is None else device)
-        # Only use shows whether a device is there; "meta" has no values.
+        # Only use shows whether a device exists; "meta" has no values to copy.
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        advice = "choose another, such as cpu or cuda:0"
-        raise DualencError(f"device {device!r}: {first_line(error)}; {advice}") from None
+        raise DualencError(
+            first_line(error),
+            fix="choose another, such as cpu or cuda:0",
+            where=f"device {device!r}",
+        ) from None
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from accelerate import PartialState
 
@@ -81,8 +88,10 @@ def start_processes(device: str | None = None) -> torch.device:
 
 @contextmanager
 def writing(out: StrPath, wait: bool = False) -> Iterator[None]:
-    """Lock an output for a command (`dualenc.io.files.locked`): the main process holds the lock, a
-    refusal ends all."""
+    """Lock an output in the main process (`dualenc.io.files.locked`).
+
+    If the lock is refused, every process raises.
+    """
     problem = ""
     with ExitStack() as stack:
         if distributed.is_main():
@@ -96,7 +105,7 @@ def writing(out: StrPath, wait: bool = False) -> Iterator[None]:
 
 
 def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEncoder:
-    """Load a model and make sure that it is of a kind that the task can use."""
+    """Load a model, and raise unless it is of one of these kinds."""
     from dualenc.encoders import load_model
 
     encoder = load_model(model, device=str(device))
@@ -104,31 +113,55 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
         needed = " or ".join(kinds)
         other = " or ".join(f"`dualenc evaluate {task}`" for task in EVALUATIONS[encoder.kind])
         raise DualencError(
-            f"{model}: is {encoder.kind}, but this task needs kind {needed}; use {other}"
+            f"is {encoder.kind}, but this task needs kind {needed}", fix=f"use {other}", where=model
         )
     return encoder
 
 
+def describe_embeddings(embeddings: Embeddings, folder: StrPath) -> str:
+    """Return a line with the number, size and side of embeddings, and their folder."""
+    side = embeddings.meta["side"]
+    count = f"{len(embeddings):,} embeddings of dimension {embeddings.dim}"
+    return f"{count} ({side} side) → {folder}"
+
+
 def report_skipped(embeddings: Embeddings) -> None:
-    """Print how many items could not be embedded, and why the first of them, on the main
-    process."""
+    """Log how many items could not be embedded and why the first failed, on the main process."""
     skipped = embeddings.meta["skipped"]
     if skipped and distributed.is_main():
         first = embeddings.meta["first_skipped"][0]
-        summary = f"left out {skipped:,} of {skipped + len(embeddings):,} items"
-        print(printable(f"{summary}; the first, {first['id']}: {first['reason']}"), file=sys.stderr)
+        logger.warning(
+            "left out %s of %s items; the first, %s: %s",
+            f"{skipped:,}",
+            f"{skipped + len(embeddings):,}",
+            first["id"],
+            first["reason"],
+        )
 
 
 def embed_into(
-    folder: Path, tower: Tower, corpus: Corpus, *, side: Side | None = None, **options: Any
+    folder: Path,
+    tower: Tower,
+    corpus: Corpus,
+    *,
+    side: Side | None = None,
+    progress: bool = True,
+    **options: Any,
 ) -> Embeddings:
-    """Embed into a folder below an output; embeddings of another model, other data or another `dim`
-    are replaced.
+    """Embed into a folder below an output.
 
-    Finished shards stay where the checksums of weights and items are the same. The side is recorded
-    with the embeddings; `options` are those of `dualenc.search.embed.encode.embed`.
+    Embeddings of another model, other data or another `dim` are replaced. Finished shards are
+    reused if the checksums of weights and items are the same.
+
+    Args:
+        folder: where to write the embeddings.
+        tower: the side of a model to encode with.
+        corpus: N items of the tower's modality.
+        side: name of the side, recorded with the embeddings.
+        progress: show a progress bar.
+        options: further options of `dualenc.search.embed.encode.embed`.
     """
-    # Changed items under the same ids are noticed by `embed` itself.
+    # `embed` itself notices changed items under the same ids.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main():
         check_embeddings_target(folder)
@@ -139,6 +172,4 @@ def embed_into(
         if any(meta.get(name) != value for name, value in expected.items()):
             remove(folder)
     distributed.barrier()
-    return embed(
-        tower, corpus, folder, progress=distributed.is_main(), identity=identity, **options
-    )
+    return embed(tower, corpus, folder, progress=progress, identity=identity, **options)

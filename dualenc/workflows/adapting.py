@@ -1,17 +1,16 @@
-"""Adapting queries to an index: what is trained, evaluation among the index's vectors, and
-interpolated weights."""
+"""Adapt queries to an index: what is trained, and models between the original and the adapted."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from dualenc.data.corpus import Corpus, used_items
+from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
@@ -21,40 +20,42 @@ from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import METRICS, Qrels, Scores, paired_bootstrap, score_queries
-from dualenc.evaluation.retrieval import retrieve
+from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.search.embed.encode import embed
 from dualenc.search.searcher import check_encoder, recorded_model
-from dualenc.training.evaluators import Evaluator, check_settings, headline_scores
+from dualenc.training.index_evaluator import IndexEvaluator
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
-"""What is trained: a map of query vectors, adapters of the text model, or all of it."""
+"""What is trained: a map of query vectors, adapters of the text model, or the whole text model."""
 TOWERS: dict[Trained, TowerKind] = {"perceptron": "dense", "linear": "linear"}
-"""The maps, as kinds of `VectorTower`."""
+"""Kinds of `VectorTower` for the maps."""
 LORA_RANK = 16
-PRIMARY = "ndcg@10"
 SHARES = tuple(round(step / 10, 1) for step in range(11))
 """Shares of the original weights at which an adapted model is measured."""
 
 
 class QuerySide:
-    """Queries of an index: its text model, and what is trained of it.
+    """The query side of an index: its text model, and the part of it that is trained.
 
-    A map is trained on query vectors, which the text model, or another one, made once; the text
-    model itself on texts.
+    A map is trained on query vectors, which are computed once; the text model is trained on texts.
+
+        side = QuerySide(documents, "text", "perceptron", source="index", model=None,
+                         work=Path("work"), device=torch.device("cpu"))
+        model = side.new_model(side.pairs(clicks).left_dim)
 
     Args:
-        documents: of the index, see `dualenc.search.documents.open_documents`.
-        modality: of the queries, "text" or "vector".
+        documents: documents of the index, see `dualenc.search.documents.open_documents`.
+        modality: modality of the queries, "text" or "vector".
         trained: what is trained.
-        source: the index, for errors.
-        model: the index's model; by default the one that it records.
+        source: path of the index, for error messages.
+        model: model folder or name; None takes the one that the index records.
         work: folder for query vectors.
-        device: to compute on.
+        device: device to compute on.
+        progress: show progress bars.
 
     Raises:
-        DualencError: no model, one that did not make the index, or queries that cannot be trained
-            so.
+        DualencError: there is no model, the model did not build the index, or queries of this
+            modality cannot be trained this way.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class QuerySide:
         model: str | None,
         work: Path,
         device: torch.device,
+        progress: bool = True,
     ) -> None:
         self.documents = documents
         self.modality = modality
@@ -74,42 +76,50 @@ class QuerySide:
         self.source = source
         self.work = work
         self.device = device
+        self.progress = progress
         self.name = model
         self.text: TextEncoder | None = None
         if modality == "text":
             self.text = self._open_text_model()
         elif trained not in TOWERS:
             raise DualencError(
-                f"queries are vectors, and {trained} trains a text model; train a perceptron"
+                f"queries are vectors, and {trained} trains a text model", fix="train a perceptron"
             )
 
     def _open_text_model(self) -> TextEncoder:
+        """Load the model of the index, and check that it encodes texts into the index's space."""
         self.name = self.name or recorded_model(self.documents.meta, Path(self.source))
         model = load_model(self.name, self.device)
         if not isinstance(model, TextEncoder):
             raise DualencError(
-                f"{self.name}: is of kind {model.kind}; only text models can be adapted"
+                f"is of kind {model.kind}; only text models can be adapted", where=self.name
             )
         check_encoder(model, self.documents.meta, self.documents.dim, self.source)
         return model
 
     def inputs(self, queries: Corpus, name: str) -> Corpus:
-        """Queries as the trained model takes them: texts, or for a map the text model's vectors,
-        embedded once."""
+        """Return queries as inputs of the trained model: texts, or vectors for a map.
+
+        Args:
+            queries: Q texts or vectors.
+            name: name of the folder for their vectors, and in the progress bar.
+        """
         if queries.modality != self.modality:
-            problem = f"{name} are of kind {queries.modality}, and the queries to train on {self.modality}"
-            raise DualencError(f"{problem}; give both as one of them")
+            raise DualencError(
+                f"{name} are of kind {queries.modality}, and the queries to train on "
+                f"{self.modality}",
+                fix="give both as one of them",
+            )
         if self.text is None or self.trained not in TOWERS:
             return queries
         dim = self.documents.dim if self.documents.dim < self.text.dim else None
         folder = self.work / name
-        embedded = embed(
-            self.text.left, queries, folder, dim=dim, on_error="raise", progress=f"embed {name}"
-        )
+        bar = f"embed {name}" if self.progress else False
+        embedded = embed(self.text.left, queries, folder, dim=dim, on_error="raise", progress=bar)
         return Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
 
     def pairs(self, pairs: PairDataset) -> PairDataset:
-        """Pairs of queries as the trained model takes them."""
+        """Return pairs whose queries are inputs of the trained model."""
         queries = Corpus(
             [str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality
         )
@@ -124,7 +134,11 @@ class QuerySide:
         )
 
     def new_model(self, input_dim: int | None) -> DualEncoder:
-        """The model before training, of query vectors (input_dim,) or of texts."""
+        """Return the model before training.
+
+        Args:
+            input_dim: number of components of a query vector; None for texts.
+        """
         if self.trained in TOWERS:
             dim = self.documents.dim
             model = VectorEncoder(
@@ -141,8 +155,12 @@ class QuerySide:
         return IndexEncoder(copy.deepcopy(text), self.documents.meta).to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
-        """The trained model as one of queries over the index, with the ids of the documents of its
-        pairs."""
+        """Return the trained model as a query encoder of the index.
+
+        Args:
+            trained: the model that was trained.
+            ids: ids of the documents in training pairs, which the model remembers.
+        """
         model = trained
         if self.text is not None and isinstance(trained, VectorEncoder):
             model = with_map(self.text, trained.left)
@@ -152,77 +170,8 @@ class QuerySide:
         return model
 
 
-class IndexEvaluator(Evaluator):
-    """Retrieval among vectors that are there: queries are embedded by the model's left tower,
-    documents are not.
-
-    Args:
-        queries: with ids.
-        qrels: grades by query and document id.
-        documents: N unit vectors with ids.
-        batch_size: queries encoded at once.
-        primary: as of `RetrievalEvaluator`.
-    """
-
-    def __init__(
-        self,
-        queries: Corpus,
-        qrels: Qrels,
-        documents: Embeddings,
-        *,
-        batch_size: int = 64,
-        primary: str = PRIMARY,
-    ) -> None:
-        check_settings("IndexEvaluator", batch_size, primary, METRICS)
-        self.queries = queries
-        self.qrels = qrels
-        self.documents = documents
-        self.batch_size = batch_size
-        self.primary = primary
-        self.modalities = {"left": queries.modality}
-
-    @classmethod
-    def of_pairs(cls, pairs: PairDataset, documents: Embeddings, **options: Any) -> IndexEvaluator:
-        """The evaluator of held-out pairs whose right ids are rows of the documents."""
-        queries, rows = used_items(pairs, "left")
-        qrels: dict[str, dict[str, int]] = {query: {} for query in queries.ids}
-        for row, document in zip(rows.tolist(), pairs.right_id.tolist(), strict=True):
-            qrels[queries.ids[row]][documents.ids[document]] = 1
-        return cls(queries, qrels, documents, **options)
-
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
-        return headline_scores(self.per_query(model), self.primary)
-
-    def per_query(self, model: DualEncoder) -> dict[str, Scores]:
-        """Every metric of each query."""
-        queries = self.embed(model, "left", self.queries, "queries")
-        device = next(model.parameters()).device
-        run = retrieve(
-            queries.ids,
-            queries.vectors,
-            self.documents.ids,
-            self.documents.vectors,
-            qrels=self.qrels,
-            device=device,
-        )
-        return score_queries(self.qrels, run)
-
-    def among(self, query_ids: Sequence[str]) -> IndexEvaluator:
-        """An evaluator of these queries alone."""
-        rows = np.flatnonzero(np.isin(self.queries.ids, list(query_ids)))
-        qrels = {name: self.qrels[name] for name in query_ids}
-        return IndexEvaluator(
-            self.queries.take(rows),
-            qrels,
-            self.documents,
-            batch_size=self.batch_size,
-            primary=self.primary,
-        )
-
-
 class Interpolated(NamedTuple):
-    """A model with a share `keep` of its original weights: the scores (Q,) of each task's
-    queries."""
+    """Scores (Q,) by task of the model with a share `keep` of the original weights."""
 
     keep: float
     scores: dict[str, np.ndarray]
@@ -234,13 +183,15 @@ def score_interpolations(
     tasks: Mapping[str, IndexEvaluator],
     shares: Sequence[float] = SHARES,
 ) -> list[Interpolated]:
-    """Measure the models between an adapted one and the original (Wortsman et al. 2022,
-    arXiv:2109.01903).
+    """Measure models on the line between the original weights and the adapted ones.
+
+    Wortsman et al. 2022, arXiv:2109.01903.
 
     Args:
-        original, adapted: of the same architecture; neither is changed.
-        tasks: what is measured, by name.
-        shares: of the original weights.
+        original: model before training; not changed.
+        adapted: model after training, of the same architecture; not changed.
+        tasks: evaluators by name.
+        shares: shares of the original weights, each from 0 to 1.
     """
     model = copy.deepcopy(adapted)
     points = []
@@ -255,15 +206,15 @@ def score_interpolations(
 
 
 def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
-    """Choose the share of the original weights with the best mean score over the queries of tasks.
+    """Choose the share of the original weights with the best mean score over all queries.
 
     Only shares whose mean on the task `unharmed` is at least that of the original qualify; the
-    largest of equals wins. Without that task nothing shows that the adapted weights do no harm,
-    so the original stays: the share is 1.
+    largest of equal shares wins. Without that task, nothing shows that adapting does no harm, and
+    the result is the original: 1.
 
     Args:
-        points: the scores at each share.
-        unharmed: a name in `tasks`.
+        points: scores at each share.
+        unharmed: name of the task that must not get worse.
         tasks: names of the tasks that decide.
     """
     if unharmed not in tasks:
@@ -274,14 +225,18 @@ def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[st
 
     def quality(point: Interpolated) -> tuple[float, float]:
         scores = np.concatenate([point.scores[task] for task in tasks])
+        # Round, so that differences by summation order do not beat a larger share.
         return round(float(scores.mean()), 6), point.keep
 
     return max(allowed, key=quality).keep
 
 
 def harmless_share(points: Sequence[Interpolated], task: str) -> float:
-    """The smallest share of the original weights that loses nothing on a task against all of them:
-    from it on, the paired 95 % interval of the difference reaches 0."""
+    """Return the smallest share of the original weights from which on a task loses nothing.
+
+    At this share and all larger ones, the paired 95% interval of the difference from the original
+    reaches 0.
+    """
     original = max(points, key=lambda point: point.keep)
     harmless = original.keep
     for point in sorted(points, key=lambda point: -point.keep):

@@ -1,0 +1,19 @@
+"""`dualenc remove`: remove documents from an index."""
+
+from __future__ import annotations
+
+from dualenc.io.terminal import printable
+
+
+def remove(index: str, ids: str) -> None:
+    """Remove vectors from INDEX by id, with their columns, BM25 and whole texts.
+
+    Args:
+        index: folder of the index.
+        ids: text file with one id per line.
+    """
+    from dualenc.workflows import change_index
+
+    done = change_index.remove(index, ids)
+    change = f"{done.num_changed:,} removed, now {done.num_vectors:,} vectors"
+    print(printable(f"{change} → {index}"))

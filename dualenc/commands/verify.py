@@ -1,0 +1,18 @@
+"""`dualenc verify`: compare every file of an index or of embeddings with its checksum."""
+
+from __future__ import annotations
+
+from dualenc.io.terminal import printable
+
+
+def verify(folder: str) -> None:
+    """Read every file of FOLDER, and compare it with its checksum.
+
+    Args:
+        folder: an index, with its BM25 and texts, or embeddings.
+    """
+    from dualenc.workflows import verify_folder
+
+    done = verify_folder.verify(folder)
+    size = f"{done.num_vectors:,} vectors, {done.num_bytes / 2**20:,.1f} MiB"
+    print(printable(f"{folder}: {size}, all files verified"))

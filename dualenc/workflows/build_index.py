@@ -1,0 +1,197 @@
+"""Build a FAISS index, or add the words and texts of its documents to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Unpack
+
+from dualenc import distributed
+from dualenc.data.store.vector_shards import Embeddings, is_embeddings
+from dualenc.errors import DualencError
+from dualenc.io import files
+from dualenc.search.index.build import check_factory
+from dualenc.search.index.kinds import parse_bytes
+from dualenc.search.index.open import Index, check_target, is_index, rows_in
+from dualenc.search.migration.migration_folder import check_unmigrated
+from dualenc.search.texts import add_texts
+from dualenc.types import Metric, Side, StrPath
+from dualenc.workflows.embed_beside import embed_beside, first_components
+from dualenc.workflows.embed_corpus import open_job
+from dualenc.workflows.index_texts import open_texts
+from dualenc.workflows.read_options import ReadOptions, to_record
+from dualenc.workflows.session import start_processes, writing
+
+
+@dataclass(frozen=True)
+class IndexResult:
+    """An index that was built, or that got texts.
+
+    With several processes only the main one builds; on the others the numbers are 0.
+
+        result = index("embeddings", out="index")
+        print(result.meta["recall_at_10"])
+        hits = result.open().search(queries, k=10)
+
+    Attributes:
+        folder: folder of the index.
+        num_vectors: number of vectors N; 0 if only texts were added.
+        dim: number of components D of a vector.
+        meta: entries of meta.json, such as factory, recall_at_10 and latency_ms (milliseconds).
+        num_bm25: number of texts that BM25 indexes now, if it was asked for.
+        num_texts: number of whole texts that are kept now, if it was asked for.
+    """
+
+    folder: Path
+    num_vectors: int = 0
+    dim: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    num_bm25: int = 0
+    num_texts: int = 0
+
+    def open(self) -> Index:
+        """Open the index."""
+        return Index.open(self.folder)
+
+
+def index(
+    source: str,
+    data: str | None = None,
+    *,
+    out: StrPath | None = None,
+    factory: str = "auto",
+    metric: Metric = "cosine",
+    dim: int | None = None,
+    memory: str | None = None,
+    target_recall: float = 0.95,
+    recall_queries: int = 500,
+    queries: str | None = None,
+    bm25: bool = False,
+    texts: bool = False,
+    side: Side | None = None,
+    batch_size: int = 32,
+    device: str | None = None,
+    progress: bool = True,
+    **reading: Unpack[ReadOptions],
+) -> IndexResult:
+    """Build a FAISS index from embeddings, or from a model and data, and measure it.
+
+        from dualenc import index
+
+        result = index("runs/mine/model", "papers.csv", out="index", texts=True, bm25=True)
+        print(result.num_vectors, result.meta["recall_at_10"])
+
+    Args:
+        source: folder of embeddings, or model folder or name; without `out` an index to which BM25
+            or texts are added.
+        data: what to embed with a model; without `out` the source of the texts, by default the one
+            that the index records.
+        out: folder to write.
+        factory: "auto" or a FAISS factory string such as "Flat", "HNSW32" or "OPQ32,IVF4096,PQ32".
+        metric: "cosine", or "ip" for the inner product.
+        dim: number of components of the vectors to index; None takes all.
+        memory: memory for building and searching, such as "2GiB"; None takes the machine's.
+        target_recall: recall@10, from 0 to 1, that "auto" and the search parameters aim at.
+        recall_queries: number of queries that recall@10 is measured with; 0 measures nothing.
+        queries: folder of embeddings of real queries to measure with; None samples the database.
+        bm25: index the words of the texts too.
+        texts: keep the whole texts too.
+        side: "left" or "right" side of a model; None takes documents, or what the data holds.
+        batch_size: number of items per forward pass.
+        device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
+        progress: show progress bars.
+        reading: how the data is read, see `dualenc.workflows.read_options.ReadOptions`.
+
+    Returns:
+        What was built, with its measurements.
+
+    Raises:
+        DualencError: an argument is not usable, the sources do not fit together, or another writer
+            holds `out`.
+    """
+    if out is None:
+        return _add_to_index(source, data, reading, bm25=bm25, texts=texts)
+    if data is None and (side is not None or (reading and not (bm25 or texts))):
+        _check_not_ignored(side, reading)
+    if memory is not None:
+        parse_bytes(memory)
+    check_factory(factory)
+    check_target(out)
+    check_source(source, data)
+    # Open the texts before the work: if they are missing, nothing should have been embedded.
+    corpus = open_texts(source, data, reading) if bm25 or texts else None
+    folder = Path(source)
+    with ExitStack() as lock:
+        if data is not None:
+            start_processes(device)
+            was_killed = files.was_replaced_by_killed(out)
+            lock.enter_context(writing(out))
+            check_unmigrated(out)
+            settings = {"batch_size": batch_size, "dim": dim, "output": "embedding"}
+            job = open_job(source, data, side, device, reading, **settings)
+            folder = embed_beside(out, job, None, was_killed, progress).folder
+        if not distributed.is_main():
+            return IndexResult(Path(out))
+        vectors = first_components(Embeddings.open(folder, verify=True), dim)
+        if corpus is not None:
+            rows_in(corpus, vectors, folder)
+        measured_with = {}
+        if queries is not None:
+            chosen = first_components(Embeddings.open(queries), dim)
+            measured_with["queries"] = chosen.vectors[:recall_queries]
+        built = Index.build(
+            vectors,
+            None,
+            factory,
+            metric=metric,
+            memory=None if memory is None else parse_bytes(memory),
+            target_recall=target_recall,
+            recall_queries=recall_queries,
+            folder=out,
+            progress=progress,
+            **measured_with,
+        )
+        count = 0
+        if corpus is not None:
+            count = add_texts(out, corpus, bm25=bm25, whole=texts)
+        if data is not None:
+            files.remove(folder)
+    return IndexResult(
+        Path(out),
+        len(built),
+        built.dim,
+        built.meta,
+        num_bm25=count if bm25 else 0,
+        num_texts=count if texts else 0,
+    )
+
+
+def check_source(source: str, data: str | None) -> None:
+    """Raise before the work unless the source is a folder of embeddings, or comes with data."""
+    if data is None and not is_embeddings(source):
+        raise DualencError(
+            "holds no embeddings",
+            fix="if it is a model, name the data too: index MODEL DATA",
+            where=source,
+        )
+
+
+def _check_not_ignored(side: Side | None, reading: ReadOptions) -> None:
+    """Raise if arguments are given that only matter when a model embeds data."""
+    names = [*to_record(reading), *(["side"] if side is not None else [])]
+    if names:
+        raise DualencError(
+            f"embeddings without data leave {', '.join(names)} unused", fix="leave them out"
+        )
+
+
+def _add_to_index(
+    folder: str, data: str | None, reading: ReadOptions, *, bm25: bool, texts: bool
+) -> IndexResult:
+    """Add BM25 or texts to an index that exists."""
+    if not (bm25 or texts) or not is_index(folder):
+        raise DualencError("dualenc index needs --out", fix="name the folder of the index")
+    count = add_texts(folder, open_texts(folder, data, reading), bm25=bm25, whole=texts)
+    return IndexResult(Path(folder), num_bm25=count if bm25 else 0, num_texts=count if texts else 0)

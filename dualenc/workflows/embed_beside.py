@@ -1,0 +1,99 @@
+"""Embed into a temporary folder beside an index, before the index is built or changed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from dualenc import distributed
+from dualenc.data.store.items import rows_of
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.errors import DualencError
+from dualenc.io.reading import read_json_object
+from dualenc.search.embed.encode import tower_checksum
+from dualenc.search.embed.writer import check_embeddings_target
+from dualenc.search.index.change import check_addition
+from dualenc.search.index.open import Index
+from dualenc.types import StrPath
+from dualenc.workflows.embed_corpus import EmbeddingJob
+from dualenc.workflows.session import describe_embeddings, embed_into, report_skipped
+
+logger = logging.getLogger("dualenc.workflows")
+
+MADE_BY = "dualenc index"
+"""Recorded with the embeddings beside an index, to tell them from a user's own."""
+
+
+class Beside(NamedTuple):
+    """The folder of embeddings beside an index; `is_appended` if the index already holds them."""
+
+    folder: Path
+    is_appended: bool
+
+
+def embed_beside(
+    out: StrPath, job: EmbeddingJob, grown: Index | None, was_killed: bool, progress: bool
+) -> Beside:
+    """Embed into a folder beside an index.
+
+    The folder stays after a failed build: a factory string that FAISS refuses does not cost the
+    embedding.
+
+    Args:
+        out: folder of the index.
+        job: what is embedded.
+        grown: the index to append to; None before a build.
+        was_killed: a process was killed after it had replaced the index.
+        progress: show a progress bar.
+    """
+    target = Path(os.path.abspath(out))
+    folder = target.with_name(f".{target.name}.embeddings")
+    left = read_json_object(folder / "meta.json") if check_embeddings_target(folder) else {}
+    if left and left.get("made_by") != MADE_BY:
+        raise DualencError(
+            "holds embeddings that were not left by a build of the index",
+            fix="move the folder away, or remove it",
+            where=folder,
+        )
+    if was_killed and grown is not None and _are_last(grown, job):
+        return Beside(folder, is_appended=True)
+    # The killed process may have skipped items, so compare with the rows that it wrote.
+    count = sum(left.get("shard_rows", ()))
+    last = [] if grown is None else grown.ids[max(0, len(grown) - count) :]
+    has_grown = bool(left) and bool(last) and set(last) <= set(job.corpus.ids)
+    if grown is not None and not has_grown:
+        _check_growth(grown, job, out)
+    job.settings["notes"]["made_by"] = MADE_BY
+    # Only builds write this folder, so `embed_into` may replace what a failed one has left.
+    embedded = embed_into(
+        folder, job.tower, job.corpus, side=job.side, progress=progress, **job.settings
+    )
+    report_skipped(embedded)
+    if distributed.is_main():
+        logger.info(describe_embeddings(embedded, folder))
+    return Beside(folder, has_grown and embedded.meta["files"] == left.get("files"))
+
+
+def _are_last(grown: Index, job: EmbeddingJob) -> bool:
+    """True if the last rows of an index are those items of the job that it holds."""
+    rows = rows_of(grown.ids, job.corpus.ids)
+    rows = rows[rows >= 0]
+    return len(rows) > 0 and rows.tolist() == list(range(len(grown) - len(rows), len(grown)))
+
+
+def _check_growth(grown: Index, job: EmbeddingJob, out: StrPath) -> None:
+    """Raise before the embedding if the index would refuse its result."""
+    about = {
+        "dimension": job.settings["dim"] or job.tower.dim,
+        "model_checksum": tower_checksum(job.tower),
+        "side": job.side,
+        "output": job.settings["output"],
+    }
+    check_addition(grown, about, job.corpus.ids, out)
+
+
+def first_components(embeddings: Embeddings, dim: int | None) -> Embeddings:
+    """Return embeddings cut to their first `dim` components, if they have more."""
+    return embeddings if dim is None or embeddings.dim == dim else embeddings.first(dim)

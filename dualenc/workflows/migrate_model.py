@@ -1,0 +1,484 @@
+"""Change the model of an index: open, sample, measure, embed, and replace the index."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dualenc.data import Corpus
+from dualenc.encoders import DualEncoder, Tower, load_model
+from dualenc.errors import DualencError
+from dualenc.evaluation import migration_measures as measures
+from dualenc.evaluation.report_page import Table, check_report_target, write_report
+from dualenc.io.files import locked, write_json
+from dualenc.io.reading import check_fields
+from dualenc.search import Embeddings, Index
+from dualenc.search.documents import open_documents
+from dualenc.search.embed.encode import embed, tower_checksum
+from dualenc.search.engines.engine import is_pushed
+from dualenc.search.engines.filter_recall import RESULT, VECTORS
+from dualenc.search.index.build import new_index
+from dualenc.search.migration import maps, stages
+from dualenc.search.migration.migration_folder import read_plan, remove_work, work_folder
+from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.searcher import check_encoder, recorded_model
+from dualenc.workflows.migration_texts import MAX_JUDGED, Texts, open_migration_texts
+from dualenc.workflows.session import open_model, recorded_name, start_processes
+
+logger = logging.getLogger("dualenc.workflows")
+
+MIN_DOCUMENTS = 100
+"""Fewer documents are too few to learn maps from, and embedding all of them takes seconds."""
+TITLE = "Change of model"
+
+
+@dataclass(frozen=True)
+class MigrationReport:
+    """Measurements of a migration on a sample, and how far it has come.
+
+        report = migrate("index", "new-model", data="my_beir", report_only=True)
+        print(report.verdict())
+
+    Attributes:
+        index: folder of the index.
+        state: "unchanged" if the vectors were of the new model already, "measured" if nothing was
+            replaced, "replaced" if all vectors are of the new model now.
+        num_vectors: number of vectors in the index.
+        model: the new model.
+        old_model: the model that built the index.
+        facts: settings and counts, as in the report.
+        systems: for each system of queries and vectors, the mean of each metric with its 95%
+            interval.
+        served: shares of new vectors, from 0 to 1, at which the index is replaced.
+        page: path of the report; None if nothing was measured.
+    """
+
+    index: str
+    state: Literal["unchanged", "measured", "replaced"]
+    num_vectors: int
+    model: str
+    old_model: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    systems: Sequence[Mapping[str, Any]] = ()
+    served: Sequence[float] = ()
+    page: Path | None = None
+
+    def verdict(self) -> str:
+        """Return how the new model compares with the old one on the sample."""
+        return measures.verdict(self.systems)
+
+    def is_judged(self) -> bool:
+        """Return True if the sample was measured with relevance judgements."""
+        return measures.is_judged(self.systems)
+
+    def is_worse(self) -> bool:
+        """Return True if the new model finds significantly less than the old one."""
+        return measures.is_below(self.systems, measures.NEW)
+
+    def table(self) -> Table:
+        """Return the measurements as a table with a caption."""
+        return Table("On the sample [95 % interval]", measures.table_rows(self.systems))
+
+
+def migrate(
+    index: str,
+    new_model: str,
+    *,
+    data: str | None = None,
+    queries: str | None = None,
+    report_only: bool = False,
+    anyway: bool = False,
+    batch_size: int = 32,
+    device: str | None = None,
+    progress: bool = True,
+    on_report: Callable[[MigrationReport], None] | None = None,
+) -> MigrationReport:
+    """Start or resume the change of an index to a new model.
+
+    A sample is embedded with the new model and measured; then the documents are embedded, those
+    that queries find most often first, and the index is replaced step by step. The same call
+    resumes an interrupted migration.
+
+        from dualenc import migrate
+
+        report = migrate("index", "new-model", data="my_beir", report_only=True)
+        if not report.is_worse():
+            migrate("index", "new-model", data="my_beir")
+
+    Args:
+        index: an index of texts.
+        new_model: model folder or name, of kind query-document.
+        data: the documents, unless the index keeps their texts; None takes what the index records.
+            With a BEIR folder that has test judgements, nDCG@10 is measured.
+        queries: table of past queries, which decide the order; None takes those of the BEIR folder,
+            or the sample.
+        report_only: stop after the measurements.
+        anyway: continue even if the new model finds significantly less than the old one; without
+            judgements, serve mapped vectors.
+        batch_size: number of texts per forward pass.
+        device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
+        progress: show progress bars.
+        on_report: function that gets the report before documents are embedded, which may take
+            hours.
+
+    Returns:
+        The measurements and the state of the index.
+
+    Raises:
+        DualencError: the index cannot migrate, its documents are missing or have changed, another
+            migration is under way, or the new model finds significantly less.
+    """
+    _check_single_process()
+    with locked(work_folder(index), wait=False, option="INDEX"):
+        opened = _open(index, new_model, data, queries, device)
+        if isinstance(opened, MigrationReport):
+            return opened
+        steps = _Steps(opened, batch_size, progress)
+        report = _report(opened, steps, anyway)
+        if on_report is not None:
+            on_report(report)
+        if report_only:
+            return report
+        if report.is_worse() and not anyway:
+            raise DualencError(
+                "finds significantly less than the old model",
+                fix="choose another model, or go on with --anyway",
+                where=new_model,
+            )
+        logger.info(
+            "until the last replacement the old index comes back by: dualenc migrate %s --rollback",
+            index,
+        )
+        steps.embed_all(report.served)
+    return replace(report, state="replaced")
+
+
+def roll_back(index: str, discard: bool = False) -> stages.RolledBack:
+    """Put the old index back and end its migration.
+
+        from dualenc.workflows.migrate_model import roll_back
+
+        print(roll_back("index").kept)
+
+    Args:
+        index: folder of the index.
+        discard: remove the vectors of the new model too; otherwise another migration resumes with
+            them.
+
+    Returns:
+        What was replaced, kept and removed.
+
+    Raises:
+        DualencError: no migration is under way.
+    """
+    _check_single_process()
+    with locked(work_folder(index), wait=False, option="INDEX"):
+        return stages.roll_back(index, discard)
+
+
+def _check_single_process() -> None:
+    """Raise if `accelerate launch` has started several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise DualencError("dualenc migrate runs in one process", fix="start it without accelerate")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An index, the new model and the texts of a migration that can start."""
+
+    folder: str
+    migration: Migration
+    texts: Texts
+    encoder: DualEncoder
+    page: Path
+
+
+def _open(
+    folder: str, name: str, data: str | None, queries: str | None, device: str | None
+) -> _Opened | MigrationReport:
+    """Open and check everything; return a report if there is nothing to migrate."""
+    if is_pushed(folder):
+        raise DualencError(
+            "an engine does not migrate",
+            fix="migrate the embeddings and push again",
+            where=folder,
+        )
+    # Hold the lock while the index is read and the migration recorded: a change comes either
+    # before, or after and is refused.
+    with locked(folder, wait=False, option="INDEX"):
+        index = Index.open(folder)
+        _check_kind(folder, index.meta)
+        encoder = open_model(name, ("query-document",), start_processes(device))
+        checksum = tower_checksum(encoder.right)
+        mapped = index.meta.get("mapped", 0)
+        if index.meta.get("model_checksum") == checksum and not mapped:
+            _clean_up(folder, checksum)
+            model = recorded_name(name)
+            return MigrationReport(folder, "unchanged", len(index), model, model)
+        plan = read_plan(folder)
+        page = Path(f"{work_folder(folder)}.html")
+        check_report_target(page, "move it away")
+        if mapped and (plan is None or "ended" in plan):
+            raise DualencError(
+                f"{mapped:,} vectors are mapped, and its work folder is gone",
+                fix="rebuild it",
+                where=folder,
+            )
+        if len(index) < MIN_DOCUMENTS:
+            raise DualencError(
+                f"{len(index)} documents are too few to learn maps from",
+                fix="build the index again with the new model",
+                where=folder,
+            )
+        # Raises if the kind of index does not fit the new dimension.
+        new_index(encoder.right.dim, index.meta["factory"], index.meta["metric"], len(index))
+        texts = open_migration_texts(folder, index, data, queries)
+        notes = {
+            "model": recorded_name(name),
+            "model_checksum": checksum,
+            "side": "right",
+            "kind": encoder.kind,
+        }
+        past = "" if texts.past is None else texts.past.identity()
+        inputs = {"texts": texts.corpus.identity(), "queries": past}
+        migration = Migration(folder, notes, inputs)
+    return _Opened(folder, migration, texts, encoder, page)
+
+
+def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
+    """Measure, unless an interrupted run has, and write the page."""
+    migration = opened.migration
+    measured = migration.report
+    if measured is None:
+        measured = steps.measure()
+    measures.check_report(measured, migration.work / "report.json")
+    served = measured["served"]
+    if anyway and not measures.is_judged(measured["systems"]):
+        served = list(SHARES)
+    report = MigrationReport(
+        index=opened.folder,
+        state="measured",
+        num_vectors=len(migration.old),
+        model=migration.notes["model"],
+        old_model=migration.old.meta.get("model", "the old model"),
+        facts=measured["facts"],
+        systems=measured["systems"],
+        served=served,
+        page=opened.page,
+    )
+    write_report(opened.page, TITLE, facts=report.facts, tables=[report.table()])
+    return report
+
+
+def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
+    """Raise unless an index holds documents of a query-document model and has a factory string."""
+    if "modality" not in meta:
+        raise DualencError(
+            "does not say which model made it",
+            fix="build it from what `dualenc embed` writes",
+            where=folder,
+        )
+    expected = {
+        "kind": "query-document",
+        "modality": "text",
+        "side": "right",
+        "output": "embedding",
+    }
+    about = {name: meta.get(name, value) for name, value in expected.items()}
+    if about != expected:
+        what = ", ".join(map(str, about.values()))
+        raise DualencError(
+            f"holds {what}", fix="only documents of a query-document model migrate", where=folder
+        )
+    check_fields(meta, {"factory": str}, Path(folder) / "meta.json")
+
+
+def _clean_up(folder: str, checksum: str) -> None:
+    """Remove the rest of a migration to the model that the index has; keep any other."""
+    try:
+        plan = read_plan(folder)
+    except DualencError:  # not a work folder of dualenc
+        return
+    if plan is None or "ended" in plan or plan.get("model") == checksum:
+        remove_work(folder)
+        return
+    logger.info(
+        "%s: a migration to %s stays; end it: dualenc migrate %s --rollback",
+        work_folder(folder),
+        plan.get("name", "another model"),
+        folder,
+    )
+
+
+class _Steps:
+    """Embedding and measuring with the new model."""
+
+    def __init__(self, opened: _Opened, batch_size: int, progress: bool) -> None:
+        self.migration = opened.migration
+        self.texts = opened.texts
+        self.encoder = opened.encoder
+        self.batch_size = batch_size
+        self.progress = progress
+        work = self.migration.work
+        self.old = open_documents(work / "old", work)
+        judged: set[str] = set()
+        if self.texts.judged is not None:
+            judged.update(*self.texts.judged[1].values())
+        # Judged documents must be in the sample, or nDCG could not be measured on it.
+        is_judged = [name in judged for name in self.texts.corpus.ids]
+        self.rows = sample_rows(len(is_judged), np.flatnonzero(is_judged))
+        started = time.perf_counter()
+        self.is_resumed = (work / "sample").exists()
+        self.sample = self._embed_documents(self.rows, "sample", "embed the sample")
+        self.seconds = round(time.perf_counter() - started, 3)
+
+    def _embed(
+        self, tower: Tower, corpus: Corpus, out: Path | None, bar: str, dim: int | None = None
+    ) -> Embeddings:
+        """Embed with a progress bar of this name."""
+        return embed(
+            tower,
+            corpus,
+            out,
+            batch_size=self.batch_size,
+            dim=dim,
+            # Skipping is not an option: the index needs a vector of each text.
+            on_error="raise",
+            progress=bar if self.progress else False,
+        )
+
+    def _embed_documents(self, rows: np.ndarray, name: str, bar: str) -> Embeddings:
+        """Embed documents (n,) of the index into a folder of the work folder."""
+        corpus = self.texts.corpus.take(rows)
+        return self._embed(self.encoder.right, corpus, self.migration.work / name, bar)
+
+    def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
+        """Return the vectors (Q, D) of queries."""
+        return np.asarray(self._embed(tower, queries, None, "embed queries", dim).vectors)
+
+    def measure(self) -> dict[str, Any]:
+        """Learn the map, order the documents and measure; write all of it into the work folder."""
+        old = np.asarray(self.old.vectors[self.rows], np.float32)
+        new = np.asarray(self.sample.vectors[:], np.float32)
+        maps.fit(old, new).save(self.migration.work / "map.safetensors")
+        needs_queries = self.texts.judged is not None or self.texts.past is not None
+        old_tower = self._old_tower() if needs_queries else None
+        past = old
+        if old_tower is not None and self.texts.past is not None:
+            past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        order = order_by_hits(self.migration.old, past)
+        self.migration.save_order(order)
+        if old_tower is not None and self.texts.judged is not None:
+            truth = "judged documents"
+            scores = self._judged_scores(old, new, order, old_tower, *self.texts.judged)
+        else:
+            truth = "the new model's neighbours of documents"
+            scores = self._neighbour_scores(old, new, order)
+        systems = measures.summarize(scores)
+        facts = {
+            "old model": self.migration.old.meta.get("model"),
+            "new model": self.migration.notes["model"],
+            "kind of index": self.migration.old.meta["factory"],
+            "documents": len(order),
+            "sample": len(old),
+            "queries": len(scores[measures.NEW]["recall@10"]),
+            "relevant are": truth,
+            "queries that decide the order": len(past),
+        }
+        # After a resumption the time of the sample is unknown.
+        if not self.is_resumed:
+            facts["seconds for the sample"] = self.seconds
+            rest = self.seconds * (len(order) / len(old) - 1)
+            facts["seconds for the others, estimated"] = rest
+        report = {"facts": facts, "systems": systems, "served": measures.served_shares(systems)}
+        write_json(self.migration.work / "report.json", report)
+        return report
+
+    def _sample(
+        self, old: np.ndarray, new: np.ndarray, order: np.ndarray, fold: np.ndarray
+    ) -> measures.Sample:
+        """Return the sample (n, D) with vectors mapped by maps that were learned without them."""
+        mapped = maps.out_of_fold(old, new, fold)
+        return measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
+
+    def _judged_scores(
+        self,
+        old: np.ndarray,
+        new: np.ndarray,
+        order: np.ndarray,
+        old_tower: Tower,
+        queries: Corpus,
+        qrels: Mapping[str, Mapping[str, int]],
+    ) -> dict[str, measures.Scores]:
+        """Measure with relevance judgements of queries."""
+        sample = self._sample(old, new, order, maps.folds(len(old)))
+        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
+        new_queries = self._embed_queries(self.encoder.left, queries)
+        mapped_queries = maps.fit(new, old)(new_queries)
+        systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
+        return measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
+
+    def _neighbour_scores(
+        self, old: np.ndarray, new: np.ndarray, order: np.ndarray
+    ) -> dict[str, measures.Scores]:
+        """Measure with documents as queries; what the new model finds counts as relevant."""
+        fold = maps.folds(len(old))
+        sample = self._sample(old, new, order, fold)
+        rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
+        # The map of the queries must not have seen them.
+        mapped_queries = maps.fit(new[fold != 0], old[fold != 0])(new[rows])
+        systems = measures.compared(sample, old[rows], mapped_queries, new[rows])
+        return measures.neighbour_scores(systems, rows)
+
+    def _old_tower(self) -> Tower | None:
+        """Return the query tower of the old model; None if it is gone or has changed."""
+        index = self.migration.old
+        device = next(self.encoder.parameters()).device
+        try:
+            encoder = load_model(recorded_model(index.meta, self.migration.folder), device)
+            check_encoder(encoder, index.meta, index.dim, self.migration.folder)
+            return encoder.left
+        except DualencError as error:
+            logger.info(
+                "documents take the place of queries; the old model is of no use: %s", error
+            )
+            return None
+
+    def embed_all(self, served: Sequence[float]) -> None:
+        """Embed the documents share by share; replace the index at each share in `served`."""
+        embedded = [self.sample]
+        for stage in self.migration.stages(self.rows):
+            if len(stage.rows):
+                name = f"embeddings-{stage.stop}"
+                bar = f"embed up to {stage.share:.0%}"
+                embedded.append(self._embed_documents(stage.rows, name, bar))
+            # A resumed run must not replace the index by one with fewer new vectors.
+            if stage.share in served and self.migration.is_ahead(stage.stop):
+                self._report_dropped()
+                self.migration.swap(self.old, embedded, stage.stop)
+                logger.info(
+                    "%s of %s vectors are of the new model → %s",
+                    f"{stage.stop:,}",
+                    f"{len(self.old):,}",
+                    self.migration.folder,
+                )
+        remove_work(self.migration.folder)
+
+    def _report_dropped(self) -> None:
+        """Log which measurements of the index are of vectors that are about to be replaced."""
+        folder = self.migration.folder
+        dropped = " and ".join(name for name in (RESULT, VECTORS) if (folder / name).is_file())
+        if dropped:
+            logger.info(
+                "%s are of the old vectors and are dropped, the settings stay; measure again: "
+                "dualenc evaluate engine %s --filters FILE",
+                dropped,
+                folder,
+            )

@@ -1,0 +1,69 @@
+"""Options that say how a corpus is read; meta.json records them, so that it can be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from dualenc.errors import DualencError
+
+DEFAULT_SPLIT = "train"
+NOT_RECORDED = ("columns", "allow_outside")
+"""Options that another run may choose differently: they do not change which items are read."""
+
+
+class ReadOptions(TypedDict, total=False):
+    """Keyword arguments that say how the items of a corpus are read.
+
+    Attributes:
+        split: split of a data set that has several; "train" by default.
+        text_column: column with the texts; None finds a usual name.
+        image_column: column with the images; None finds a usual name.
+        vector_column: column with the vectors; None finds a usual name.
+        id_column: column with the ids; None finds a usual name, "none" takes row numbers.
+        columns: further columns of a table to keep, by which results can be filtered.
+        quotes: True if `"` encloses fields; None decides by the file.
+        allow_outside: let image paths lead out of the folder of the table; for trusted tables only.
+    """
+
+    split: str
+    text_column: str | None
+    image_column: str | None
+    vector_column: str | None
+    id_column: str | None
+    columns: Sequence[str] | None
+    quotes: bool | None
+    allow_outside: bool
+
+
+RECORDED = tuple(name for name in ReadOptions.__annotations__ if name not in NOT_RECORDED)
+
+
+def to_record(options: ReadOptions) -> dict[str, Any]:
+    """Return the options without defaults that are needed to read the same items again."""
+    record = {}
+    for name in RECORDED:
+        default = DEFAULT_SPLIT if name == "split" else None
+        value = options.get(name, default)
+        if value != default:
+            record[name] = value
+    return record
+
+
+def from_record(meta: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Return the options that a meta.json records.
+
+    Raises:
+        DualencError: the entry holds anything else. The file may come from a stranger, and only
+            the user may allow paths outside the folder of a table.
+    """
+    options = meta.get("read", {})
+    if isinstance(options, dict) and set(RECORDED).issuperset(options):
+        types = {"quotes": bool}
+        if all(isinstance(value, types.get(name, str)) for name, value in options.items()):
+            return options
+    raise DualencError(
+        f"'read' in meta.json is {str(options)[:80]}, not how the data was read",
+        fix="build it again",
+        where=source,
+    )
