@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from dualenc.objectives import GlobalCache, InfoNCE, SogCLR
     from dualenc.search import Embeddings, Index
     from dualenc.training import ImageTextEvaluator, RetrievalEvaluator, Trainer
+    from dualenc.workflows.adapt_queries import adapt
+    from dualenc.workflows.build_index import index
+    from dualenc.workflows.change_index import append, remove
+    from dualenc.workflows.embed_corpus import embed
+    from dualenc.workflows.migrate_model import migrate
+    from dualenc.workflows.verify_folder import verify
 
 __version__ = "0.1.0"
 
@@ -20,6 +26,12 @@ _PARTS = {
     "objectives": ("GlobalCache", "InfoNCE", "SogCLR"),
     "search": ("Embeddings", "Index"),
     "training": ("ImageTextEvaluator", "RetrievalEvaluator", "Trainer"),
+    "workflows.adapt_queries": ("adapt",),
+    "workflows.build_index": ("index",),
+    "workflows.change_index": ("append", "remove"),
+    "workflows.embed_corpus": ("embed",),
+    "workflows.migrate_model": ("migrate",),
+    "workflows.verify_folder": ("verify",),
 }
 
 __all__ = [
@@ -34,9 +46,16 @@ __all__ = [
     "SogCLR",
     "TextEncoder",
     "Trainer",
+    "adapt",
+    "append",
+    "embed",
+    "index",
     "load_model",
+    "migrate",
     "open_corpus",
     "open_pairs",
+    "remove",
+    "verify",
 ]
 
 

@@ -24,12 +24,15 @@ class NoticeHandler(logging.Handler):
 def printed_notices() -> Iterator[None]:
     """Print what workflows log, until the context ends."""
     logger = logging.getLogger("dualenc.workflows")
-    level = logger.level
     handler = NoticeHandler()
+    level, propagate = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    # A root handler, if a library has installed one, would print the same lines again.
+    logger.propagate = False
     try:
         yield
     finally:
         logger.setLevel(level)
+        logger.propagate = propagate
         logger.removeHandler(handler)

@@ -194,14 +194,12 @@ def killed_at(place: str, *words: Any) -> None:
         original(path)
 
     def start() -> None:
-        import dualenc.commands.index
         import dualenc.io.files
         import dualenc.search.migration.migration_folder
 
         original = dualenc.io.files.remove
         dualenc.io.files.remove = lambda path: die(original, path)
         dualenc.search.migration.migration_folder.remove = dualenc.io.files.remove  # type: ignore[attr-defined]
-        dualenc.commands.index.remove_path = dualenc.io.files.remove  # type: ignore[attr-defined]
         run(*words)
 
     process = FORK.Process(target=start)
@@ -241,7 +239,7 @@ def test_an_append_of_embeddings_and_a_removal_that_were_killed_are_done(
     shutil.rmtree(index / "texts")
     run("embed", made / "old", made / "more.jsonl", "--out", tmp_path / "more")
     for words in (
-        ("index", tmp_path / "more", "--out", index, "--append"),
+        ("append", index, tmp_path / "more"),
         changes(made, index)["remove"],
     ):
         killed_at("old-index", *words)

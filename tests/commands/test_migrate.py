@@ -293,7 +293,7 @@ def test_refusals_in_one_line(
         Path(f"{index}.migration", "embeddings-15").mkdir()
         words[2] = toy.text_model(tmp_path / "third", seed=2)
     elif kind == "few":
-        monkeypatch.setattr("dualenc.commands.migrate_index.MIN_DOCUMENTS", 301)
+        monkeypatch.setattr("dualenc.workflows.migrate_model.MIN_DOCUMENTS", 301)
     elif kind == "twice":
         holder.start()
         while not (tmp_path / "held").exists():

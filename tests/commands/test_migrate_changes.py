@@ -60,8 +60,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def changes(made: Path, index: Path) -> dict[str, tuple[Any, ...]]:
     """Commands that change an index."""
     return {
-        "append": ("index", made / "old", made / "more.jsonl", "--out", index, "--append"),
-        "remove": ("index", index, "--remove", made / "gone.txt"),
+        "append": ("append", index, made / "old", made / "more.jsonl"),
+        "remove": ("remove", index, made / "gone.txt"),
         "build": ("index", made / "old", made / "beir", "--out", index),
     }
 
@@ -128,7 +128,7 @@ def check_whole(index: Path) -> None:
     opened = Index.open(index)
     assert list(opened.ids) == [f"d{row}" for row in range(DOCUMENTS)]
     assert opened.meta.get("mapped", 0) == 0
-    run("index", index, "--verify")
+    run("verify", index)
     run("index", index, "--texts", "--bm25")
 
 
@@ -148,7 +148,7 @@ def test_a_change_while_a_migration_is_at_work_is_refused(
     migrating.go_on()
     check_whole(index)
     # Then the index is free.
-    run("index", made / "new", made / "more.jsonl", "--out", index, "--append")
+    run("append", index, made / "new", made / "more.jsonl")
     assert len(Index.open(index)) == DOCUMENTS + 5
     assert "n0" in {hit["id"] for hit in found(capsys, index, "wing flutter", "--hybrid", "rrf")}
 
@@ -269,7 +269,7 @@ def append_slowly(made: Path, index: Path) -> None:
 def by_hand(made: Path, tmp_path: Path) -> Path:
     """An index that is put in the place of another one without a lock."""
     shutil.copytree(made / "index", tmp_path / "by-hand")
-    run("index", tmp_path / "by-hand", "--remove", made / "gone.txt")
+    run("remove", tmp_path / "by-hand", made / "gone.txt")
     return tmp_path / "by-hand"
 
 

@@ -118,23 +118,23 @@ def test_append_remove_and_verify(
 ) -> None:
     rows = [{"_id": f"late {i}", "text": text} for i, text in enumerate(toy.texts(5))]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    run("append", index, toy_text, tmp_path / "more.jsonl")
     assert "5 vectors appended, now 65" in capsys.readouterr().out
     assert {result["id"] for result in found(capsys, index, toy.texts(1)[0], "-k", 65)} >= {
         "late 0",
         "d0",
     }
     (tmp_path / "gone.txt").write_text("late 0\r\nd59\n", encoding="utf-8-sig")
-    run("index", index, "--remove", tmp_path / "gone.txt")
+    run("remove", index, tmp_path / "gone.txt")
     assert "2 removed, now 63 vectors" in capsys.readouterr().out
     assert not {result["id"] for result in found(capsys, index, "fox", "-k", 65)} & {
         "late 0",
         "d59",
     }
-    run("index", index, "--verify")
+    run("verify", index)
     assert "63 vectors" in capsys.readouterr().out
     (index / "index.faiss").write_bytes(b"broken")
-    assert "index.faiss: " in failure(capsys, "index", index, "--verify")
+    assert "index.faiss: " in failure(capsys, "verify", index)
 
 
 @pytest.mark.slow
@@ -151,9 +151,9 @@ def test_appended_items_keep_the_columns_that_filters_read(
     index = tmp_path / "index"
     run("index", toy_text, tmp_path / "docs.jsonl", "--columns", "year", "--out", index)
     run("embed", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "emb")
-    refused = failure(capsys, "index", tmp_path / "emb", "--out", index, "--append")
+    refused = failure(capsys, "append", index, tmp_path / "emb")
     assert "has no column year, which the index filters by; embed with --columns year" in refused
-    run("index", toy_text, tmp_path / "more.jsonl", "--out", index, "--append")
+    run("append", index, toy_text, tmp_path / "more.jsonl")
     capsys.readouterr()
     assert len(found(capsys, index, "fox", "--where", "year>=2030", "-k", 12)) == 6
 
@@ -168,18 +168,16 @@ def test_what_an_index_would_refuse_is_not_embedded_first(
     index = tmp_path / "index"
     run("index", toy_text, documents, "--out", index)
     monkeypatch.setattr("dualenc.workflows.session.embed", None)
-    assert "already; remove it first" in failure(
-        capsys, "index", toy_text, documents, "--out", index, "--append"
-    )
+    assert "already; remove it first" in failure(capsys, "append", index, toy_text, documents)
     meta = json.loads((index / "meta.json").read_text())
     (index / "meta.json").write_text(json.dumps(meta | {"model_checksum": "another"}))
     assert "vectors of model_checksum another" in failure(
-        capsys, "index", toy_text, documents, "--out", index, "--append"
+        capsys, "append", index, toy_text, documents
     )
     # Without a recorded model, larger vectors are cut only where it is said.
     dim = Index.open(index).dim
     Index.build(np.eye(3, dim // 2, dtype=np.float32), ["x", "y", "z"]).save(tmp_path / "other")
-    refused = failure(capsys, "index", toy_text, documents, "--out", tmp_path / "other", "--append")
+    refused = failure(capsys, "append", tmp_path / "other", toy_text, documents)
     assert f"vectors of dimension {dim // 2}, not {dim}" in refused
 
 
@@ -203,7 +201,7 @@ def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documen
     """Nor is a failed build, whose vectors another command replaces; those of a cut index are cut
     alike."""
     run("index", toy_text, documents, "--dim", 12, "--out", tmp_path / "index")
-    words = ("index", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "index", "--append")
+    words = ("append", tmp_path / "index", toy_text, tmp_path / "more.jsonl")
     rows = [{"_id": name, "text": "fox"} for name in ("d0", "late")]
     (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(DualencError, match="has an item 'd0' already"):
@@ -312,13 +310,13 @@ def test_images_are_found_by_image_and_by_text(
         ("embed MODEL DOCS --out OUT --dim 33", "dim is 33: give 1 to 32"),
         ("index MODEL --out OUT", "holds no embeddings; if it is a model, name the data too"),
         ("index MODEL DOCS", "needs --out"),
-        ("index MODEL DOCS --out OUT --append", "holds no index to append to"),
+        ("append OUT MODEL DOCS", "holds no index to append to"),
         ("index MODEL DOCS --out OUT --memory much", "memory is 'much'; give a size such as 2GiB"),
         (
             "index MODEL DOCS --out OUT --target-recall nan",
             'Invalid value "nan" for --target-recall.',
         ),
-        ("index INDEX --remove no.txt", "no.txt: cannot be read"),
+        ("remove INDEX no.txt", "no.txt: cannot be read"),
     ],
 )
 def test_mistakes(

@@ -129,11 +129,11 @@ def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(
     shutil.copytree(made / "index", tmp_path / "index")
     searcher = Searcher.open(tmp_path / "index", str(made / "model"))
     before = searcher.search(texts["d0"], k=25, hybrid="rrf")
-    run("index", made / "model", made / "more.jsonl", "--out", tmp_path / "index", "--append")
+    run("append", tmp_path / "index", made / "model", made / "more.jsonl")
     same_as_built_anew(tmp_path / "index", texts)
     assert searcher.search(texts["d0"], k=25, hybrid="rrf") == before
     (tmp_path / "gone.txt").write_text("d3\nd27\n")
-    run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
+    run("remove", tmp_path / "index", tmp_path / "gone.txt")
     same_as_built_anew(
         tmp_path / "index",
         {name: text for name, text in texts.items() if name not in ("d3", "d27")},
@@ -141,7 +141,7 @@ def test_what_is_appended_is_found_by_its_words_and_its_text_is_kept(
     # From a folder of embeddings, which says what it was made of.
     run("embed", made / "model", made / "more.jsonl", "--out", tmp_path / "emb")
     shutil.copytree(made / "index", tmp_path / "other")
-    run("index", tmp_path / "emb", "--out", tmp_path / "other", "--append", "--bm25", "--texts")
+    run("append", tmp_path / "other", tmp_path / "emb", "--bm25", "--texts")
     same_as_built_anew(tmp_path / "other", texts)
 
 
@@ -151,7 +151,7 @@ def test_an_append_that_would_lose_words_is_refused(
 ) -> None:
     index, added = tmp_path / "index", Embeddings(["x"], np.zeros((1, 32), np.float32))
     shutil.copytree(made / "index", index)
-    words = ("index", made / "model", made / "more.jsonl", "--out", index, "--append")
+    words = ("append", index, made / "model", made / "more.jsonl")
     with pytest.raises(DualencError, match="keeps whole texts; name those that are appended, too"):
         append(index, added)
     with pytest.raises(DualencError, match="the data has no text 'x'"):

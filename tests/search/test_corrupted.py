@@ -117,7 +117,7 @@ def test_a_corrupted_file_is_one_line(
         accept(folder, name)
         for words in (
             ("search", folder, "fox", "--hybrid", "rrf", "--model", made / "model"),
-            ("index", folder, "--verify"),
+            ("verify", folder),
         ):
             capsys.readouterr()
             code = main([str(word) for word in words])

@@ -191,6 +191,6 @@ def test_the_measurement_follows_a_change_of_the_index(
     (tmp_path / "workload.jsonl").write_text('{"filter": "share<0.5"}\n')
     run("evaluate", "engine", tmp_path / "index", "--filters", tmp_path / "workload.jsonl")
     (tmp_path / "gone.txt").write_text("7\n")
-    run("index", tmp_path / "index", "--remove", tmp_path / "gone.txt")
+    run("remove", tmp_path / "index", tmp_path / "gone.txt")
     run("evaluate", "engine", tmp_path / "index")
     assert "recall@10 1.000" in capsys.readouterr().out

@@ -156,10 +156,10 @@ def test_it_is_never_of_other_texts(
     shutil.copytree(made / "index", folder)
     shutil.rmtree(folder / "texts")
     (tmp_path / "gone.txt").write_text("d3\n")
-    message = failure(capsys, "index", folder, "--remove", tmp_path / "gone.txt")
+    message = failure(capsys, "remove", folder, tmp_path / "gone.txt")
     assert "not the whole texts by which it follows a change; run dualenc index" in message
     shutil.rmtree(folder / "bm25")
-    run("index", folder, "--remove", tmp_path / "gone.txt")
+    run("remove", folder, tmp_path / "gone.txt")
     with pytest.raises(
         DualencError, match="has no BM25 beside its vectors; run dualenc index INDEX --bm25"
     ):
@@ -197,9 +197,9 @@ def test_verifying_reads_texts_and_words(
     data = bytearray((folder / name).read_bytes())
     data[-20] ^= 1
     (folder / name).write_bytes(data)
-    assert f"{name}: corrupt" in failure(capsys, "index", folder, "--verify")
+    assert f"{name}: corrupt" in failure(capsys, "verify", folder)
     (folder / name).write_bytes(data[:-1])
-    assert f"{name}: truncated" in failure(capsys, "index", folder, "--verify")
+    assert f"{name}: truncated" in failure(capsys, "verify", folder)
 
 
 def test_mistakes(made: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_they_are_never_those_of_another_index(made: Path, tmp_path: Path) -> No
     for name in ("bm25", "texts"):
         shutil.rmtree(folder / name)
     (tmp_path / "gone.txt").write_text("d3\n")
-    run("index", folder, "--remove", tmp_path / "gone.txt")
+    run("remove", folder, tmp_path / "gone.txt")
     with pytest.raises(DualencError, match=r"keeps no texts; run dualenc index INDEX --texts"):
         opened(folder)
     shutil.copytree(made / "index" / "texts", folder / "texts")
@@ -100,23 +100,21 @@ def test_a_text_that_was_edited_after_its_snippet_is_noticed(
     # Of appended embeddings the texts are read from where they were made of.
     edited(tmp_path / "more.jsonl", "n", n1="eel")
     problem = "the text of 'n1' in the data is not what was embedded"
-    refused("index", tmp_path / "more", "--out", folder, "--append")
+    refused("append", folder, tmp_path / "more")
     if is_of_earlier_version:
         run(
-            "index",
+            "append",
+            folder,
             made / "model",
             edited(tmp_path / "last.jsonl", "l"),
-            "--out",
-            folder,
-            "--append",
         )
         assert [bool(known) for known in Index.open(folder).hashes] == [False] * 4 + [True] * 2
     else:
         edited(tmp_path / "more.jsonl", "n")
-        run("index", tmp_path / "more", "--out", folder, "--append")
+        run("append", folder, tmp_path / "more")
     # Hashes follow a change.
     (tmp_path / "gone.txt").write_text("d0\n")
-    run("index", folder, "--remove", tmp_path / "gone.txt")
+    run("remove", folder, tmp_path / "gone.txt")
     for name in ("texts", "bm25"):
         shutil.rmtree(folder / name)
     every = tmp_path / "every.jsonl"

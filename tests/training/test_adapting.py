@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dualenc.training.adapting import Interpolated, best_share, harmless_share
+from dualenc.workflows.adapting import Interpolated, best_share, harmless_share
 
 
 def points(new: dict[float, float], known: dict[float, float]) -> list[Interpolated]:

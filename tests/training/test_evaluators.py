@@ -14,13 +14,13 @@ from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.metrics import METRICS, score_queries
 from dualenc.evaluation.retrieval import retrieve
-from dualenc.training.adapting import IndexEvaluator
 from dualenc.training.evaluators import (
     RECALLS,
     ImageTextEvaluator,
     KNNEvaluator,
     RetrievalEvaluator,
 )
+from dualenc.training.index_evaluator import IndexEvaluator
 from tests.data.make import write_beir
 from tests.training.fakes import TinyEncoder, tiny_pairs
 from tests.training.runs import train
