@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdaptOptions:
-    """What is trained, on which pairs, and for how long.
+    """The trained part, the training pairs and the length of training.
 
     Args:
         train: what is trained: a perceptron or a linear map of the query vectors (seconds),
@@ -51,8 +51,8 @@ class ClickOptions:
     """How queries are read, and which others are measured.
 
     Args:
-        query_column: column with texts or vectors, if it has no usual name.
-        document_column: column with ids of documents, if it has no usual name.
+        query_column: column with texts or vectors; by default one with a usual name.
+        document_column: column with ids of documents; by default one with a usual name.
         label_column: column that is 0 where the document was not clicked or is not relevant; by
             default a column of labels with a usual name; none reads no labels.
         split: split of a BEIR folder, a folder of tables or a hub name.
@@ -124,7 +124,7 @@ def _print_result(result: AdaptResult) -> None:
     for line in result.notices():
         print(printable(line))
     if not can_draw():
-        print(f"report.html has no curves: {MISSING}")
+        print(f"report.html lacks curves: {MISSING}")
     print(printable(f"checksum of the index: {result.facts['checksum of the index']}"))
     print(printable(f"model, metrics and report.html are in {result.folder}"))
 
@@ -132,10 +132,10 @@ def _print_result(result: AdaptResult) -> None:
 def _print_unmeasured(reason: str, keep: float | None) -> None:
     """Print that the effect of adapting is unknown, and how to measure it."""
     if keep is None:
-        problem = f"cannot tell whether adapting helps, so the model is the original: {reason}"
+        problem = f"unknown whether adapting helps, so the model is the original: {reason}"
         print(f"{problem}; raise --held-out, or set --keep 0.5 with --resume")
     elif keep < 1:
-        print(f"cannot tell whether adapting helps, and --keep {keep:g} was used: {reason}")
+        print(f"unknown whether adapting helps, and --keep {keep:g} was used: {reason}")
 
 
 def _next_command(index: str, result: AdaptResult) -> str:

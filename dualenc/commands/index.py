@@ -44,7 +44,7 @@ def index(
     """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA.
 
     Prints recall@10 against exact search and the latency of a query. If half of the memory does not
-    hold the codes that refine an index, they become a file of their own.
+    hold the codes that refine an index, these are stored in a separate file.
 
     --bm25 also indexes the words of the texts, for `search --hybrid`. --texts keeps the texts, so
     that BM25 can follow `dualenc append` and `dualenc remove`. `dualenc index INDEX [DATA] --bm25
@@ -90,7 +90,7 @@ def _refuse_old_flags(append: bool, remove: str | None, verify: bool) -> None:
     }
     for flag, (is_given, verb) in flags.items():
         if is_given:
-            raise DualencError(f"{flag} is now a command of its own", fix=f"use {verb}")
+            raise DualencError(f"{flag} is now a separate command", fix=f"use {verb}")
 
 
 def _check_together(

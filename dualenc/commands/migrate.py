@@ -107,10 +107,10 @@ def _print_report(report: MigrationReport) -> None:
         problem = "mapped vectors find significantly less than the old model"
         if not report.is_judged():
             problem = (
-                "without judgements nothing tells what mapped vectors find beside the old model "
+                "without judgements mapped vectors cannot be compared with the old model "
                 "(name a BEIR folder by --data, or serve them by --anyway)"
             )
-        print(f"{problem}: the index stays the old one until {share:.0%} of it are embedded anew")
+        print(f"{problem}: the old index stays until {share:.0%} of it is re-embedded")
     if report.is_worse():
         print("the new model finds significantly less than the old one")
     print(printable(f"report: {report.page}"))
@@ -119,8 +119,8 @@ def _print_report(report: MigrationReport) -> None:
 def _describe_rollback(index: str, done: RolledBack) -> str:
     """Return what a rollback has replaced, kept and removed."""
     if done.was_over:
-        return "the rest of an ended migration is removed, the index is as it was"
-    state = "nothing had been replaced, the index is as it was"
+        return "the rest of an ended migration is removed, the index is unchanged"
+    state = "nothing had been replaced, the index is unchanged"
     if done.replaced:
         state = "the old index is back"
     name = done.model or "NEW_MODEL"

@@ -54,9 +54,9 @@ class SourceOptions:
 
     Args:
         split: split of a data set that has several.
-        text_column: column with the texts, if it has no usual name.
-        image_column: column with the images, if it has no usual name.
-        vector_column: column with the vectors, if it has no usual name.
+        text_column: column with the texts; by default one with a usual name.
+        image_column: column with the images; by default one with a usual name.
+        vector_column: column with the vectors; by default one with a usual name.
         id_column: column with the ids; by default _id, id or another usual name. Without such a
             column, or with none, ids are row numbers.
         columns: further columns of a table to filter results by, separated by commas; double quotes
@@ -160,9 +160,9 @@ class ColumnOptions:
     """The columns of a table of pairs.
 
     Args:
-        left_column: column with queries or images, if it has no usual name.
-        right_column: column with documents or captions (one, or a list in each row), if it has no
-            usual name.
+        left_column: column with queries or images; by default one with a usual name.
+        right_column: column with documents or captions (one, or a list in each row); by default one
+            with a usual name.
         left_modality: modality of the left column; by default detected from its values.
         right_modality: modality of the right column; by default detected from its values.
         weight_column: column with labels, grades or weights of the rows, 0 for pairs that do not

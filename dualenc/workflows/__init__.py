@@ -1,1 +1,1 @@
-"""What people do with dualenc, as functions: they return results and never print."""
+"""The commands of dualenc as Python functions, which return results and never print."""

@@ -1,4 +1,4 @@
-"""Train queries against the documents of an index, whose files stay as they are."""
+"""Train queries against the documents of an index, whose files do not change."""
 
 from __future__ import annotations
 

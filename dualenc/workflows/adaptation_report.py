@@ -31,7 +31,7 @@ class AdaptResult:
         folder: folder with model, training, metrics.json and report.html.
         model_folder: the query model, a sentence-transformers folder.
         keep: share of the original weights in the model, from 0 to 1.
-        quality: for each set of queries the nDCG@10 of the original and the adapted model, their
+        quality: a row per set of queries: nDCG@10 of the original and the adapted model, their
             difference, and its 95% interval.
         forgetting: a line on what each second task loses.
         facts: settings and checksums as in the report.

@@ -26,7 +26,7 @@ from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.index_evaluator import IndexEvaluator
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
-"""What is trained: a map of query vectors, adapters of the text model, or the whole text model."""
+"""The trained part: a map of query vectors, adapters of the text model, or the whole model."""
 TOWERS: dict[Trained, TowerKind] = {"perceptron": "dense", "linear": "linear"}
 """Kinds of `VectorTower` for the maps."""
 LORA_RANK = 16
@@ -54,7 +54,7 @@ class QuerySide:
         progress: show progress bars.
 
     Raises:
-        DualencError: there is no model, the model did not build the index, or queries of this
+        DualencError: the model is missing or did not build the index, or queries of this
             modality cannot be trained this way.
     """
 

@@ -172,7 +172,7 @@ def check_source(source: str, data: str | None) -> None:
     """Raise before the work unless the source is a folder of embeddings, or comes with data."""
     if data is None and not is_embeddings(source):
         raise DualencError(
-            "holds no embeddings",
+            "is not a folder of embeddings",
             fix="if it is a model, name the data too: index MODEL DATA",
             where=source,
         )

@@ -93,9 +93,7 @@ def append(
     """
     check_target(index)
     if not is_index(index):
-        raise DualencError(
-            "holds no index to append to", fix="build one with `dualenc index`", where=index
-        )
+        raise DualencError("is not an index", fix="build one with `dualenc index`", where=index)
     check_source(source, data)
     has_texts = check_has_texts(index, bm25=bm25, texts=texts)
     # Open the texts before the work: if they are missing, nothing should have been embedded.
@@ -149,7 +147,7 @@ def _append_embeddings(
     missing = ",".join(sorted(set(_columns(grown)) - set(_columns(added))))
     if missing:
         raise DualencError(
-            f"has no column {missing}, which the index filters by",
+            f"lacks column {missing}, which the index filters by",
             fix=f"embed with --columns {missing}",
             where=folder,
         )

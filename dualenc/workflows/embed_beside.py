@@ -23,7 +23,7 @@ from dualenc.workflows.session import describe_embeddings, embed_into, report_sk
 logger = logging.getLogger("dualenc.workflows")
 
 MADE_BY = "dualenc index"
-"""Recorded with the embeddings beside an index, to tell them from a user's own."""
+"""Recorded with the embeddings beside an index, to distinguish them from a user's."""
 
 
 class Beside(NamedTuple):

@@ -134,13 +134,14 @@ def open_job(
             fix=f"embed new ones with {made_by}, queries with --side left",
             where=model,
         )
+    options: dict[str, Any] = {**reading, "columns": reading.get("columns") or ()}
     takes_queries = side == "left" and encoder.kind in QUERY_KINDS
     corpus = open_corpus(
         data,
         part="queries" if takes_queries else "corpus",
         modality=_expected_modality(encoder, side, reading),
         on_error=settings.get("on_error", "skip"),
-        **{**reading, "columns": reading.get("columns") or ()},
+        **options,
     )
     if side is None:
         is_left = encoder.left.modality == corpus.modality != encoder.right.modality

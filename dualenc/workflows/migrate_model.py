@@ -54,7 +54,7 @@ class MigrationReport:
         model: the new model.
         old_model: the model that built the index.
         facts: settings and counts, as in the report.
-        systems: for each system of queries and vectors, the mean of each metric with its 95%
+        systems: a row per combination of queries and vectors: mean of each metric with its 95%
             interval.
         served: shares of new vectors, from 0 to 1, at which the index is replaced.
         page: path of the report; None if nothing was measured.

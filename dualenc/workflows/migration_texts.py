@@ -57,8 +57,7 @@ def open_migration_texts(folder: str, index: Index, data: str | None, queries: s
     judged = _open_judged(Path(source), corpus.ids)
     if data is not None and judged is None:
         logger.info(
-            "%s: has no test judgements of these documents (qrels/test.tsv); what is measured does "
-            "without",
+            "%s: lacks test judgements of these documents (qrels/test.tsv); measuring without them",
             data,
         )
     past = None

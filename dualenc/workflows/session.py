@@ -70,7 +70,7 @@ def start_processes(device: str | None = None) -> torch.device:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(default if device is None else device)
-        # Only use shows whether a device exists; "meta" has no values to copy.
+        # Only use shows whether a device exists; "meta" lacks values to copy.
         torch.zeros(1, device=chosen).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise DualencError(

@@ -9,7 +9,7 @@ import pytest
 from tests.commands.in_process import failure
 
 LINES = [
-    ("index {ix} --verify", "--verify is now a command of its own; use dualenc verify FOLDER"),
+    ("index {ix} --verify", "--verify is now a separate command; use dualenc verify FOLDER"),
     ("index {ix} --verify --bm25", "use dualenc verify FOLDER"),
     ("index {ix} --remove ids.txt", "use dualenc remove INDEX IDS"),
     ("index emb --out {ix} --append", "use dualenc append INDEX MODEL DATA"),

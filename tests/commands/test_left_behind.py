@@ -139,8 +139,9 @@ def test_strangers_folders_beside_other_outputs_stay(
     # A user's own embeddings in the place of those of a build.
     shutil.copytree(made / "emb", tmp_path / ".built.embeddings")
     before = contents(tmp_path / ".built.embeddings")
-    assert "holds embeddings that no build of the index has left; move the folder away" in failure(
-        capsys, *built
+    assert (
+        "holds embeddings that were not left by a build of the index; move the folder away"
+        in failure(capsys, *built)
     )
     assert contents(tmp_path / ".built.embeddings") == before
     shutil.rmtree(tmp_path / ".built.embeddings")
@@ -278,7 +279,7 @@ def test_a_rollback_whose_cleaning_up_was_killed_is_done(
     killed_at(place, "migrate", index, "--rollback")
     run("migrate", index, "--rollback")
     assert (
-        "the rest of an ended migration is removed, the index is as it was"
+        "the rest of an ended migration is removed, the index is unchanged"
         in capsys.readouterr().out
     )
     assert contents(index) == before

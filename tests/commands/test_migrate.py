@@ -123,7 +123,7 @@ def test_migrated_index_is_that_of_the_new_model(
 
     monkeypatch.setattr(Migration, "swap", watch)
     run("migrate", index, made / "new", "--batch-size", 16)
-    assert ("the old one until 50% of it are embedded anew" in capsys.readouterr().out) == (
+    assert ("the old index stays until 50% of it is re-embedded" in capsys.readouterr().out) == (
         served[0] > 0
     )
     assert seen == [(DOCUMENTS - share * DOCUMENTS, share * DOCUMENTS) for share in served]
@@ -169,7 +169,7 @@ def test_a_model_that_finds_less_is_not_taken(
     assert report_of(index)[0]["new model"] == str(made / "new")
     run("migrate", index, "--rollback")
     assert (
-        "nothing had been replaced, the index is as it was; removed: the measurements and"
+        "nothing had been replaced, the index is unchanged; removed: the measurements and"
         in capsys.readouterr().out
     )
     run(*words, "--anyway")
@@ -248,7 +248,7 @@ def test_without_judgements_mapped_vectors_are_not_served_unasked(
     printed = capsys.readouterr().out
     served = [line for line in printed.splitlines() if "vectors are of the new model" in line]
     assert len(served) == (len(SHARES) if words else 1)
-    assert ("without judgements nothing tells what mapped vectors find" in printed) == (not words)
+    assert ("without judgements mapped vectors cannot be compared" in printed) == (not words)
     assert Index.open(index).meta["mapped"] == 0
 
 
@@ -329,7 +329,7 @@ def test_data_without_judgements_is_said(
     for data in (tmp_path / "docs.jsonl", other):
         capsys.readouterr()
         run("migrate", index, made / "new", "--data", data, "--report-only")
-        told = f"{data}: has no test judgements of these documents (qrels/test.tsv); what is measured does without"
+        told = f"{data}: lacks test judgements of these documents (qrels/test.tsv); measuring without them"
         assert told in capsys.readouterr().out
         run("migrate", index, "--rollback")
 

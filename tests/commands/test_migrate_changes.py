@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from dualenc.commands import migrate_index
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.io.files import locked
 from dualenc.search import Index
 from dualenc.search.migration.stages import SHARES, Migration
+from dualenc.workflows import migrate_model
 from tests.commands import toy
 from tests.commands.in_process import failure, found, run
 
@@ -91,7 +91,7 @@ class Migrating:
         return self.process.pid
 
     def _run(self, index: Path, model: Path, stop: int) -> None:
-        embed = migrate_index._Steps._embed_documents
+        embed = migrate_model._Steps._embed_documents
 
         def slow(steps: Any, rows: Any, name: str, bar: str) -> Embeddings:
             embedded = embed(steps, rows, name, bar)
@@ -100,7 +100,7 @@ class Migrating:
                 wait_for(self.go.exists)  # stopped here
             return embedded
 
-        migrate_index._Steps._embed_documents = slow  # type: ignore[method-assign]
+        migrate_model._Steps._embed_documents = slow  # type: ignore[method-assign]
         run("migrate", index, model)
 
     def go_on(self) -> None:
@@ -209,7 +209,7 @@ def test_a_rollback_keeps_what_was_embedded_until_it_is_discarded(
     run("migrate", index, "--rollback", "--discard")
     told = capsys.readouterr().out
     assert (
-        f"the index is as it was; removed: the measurements and {kept} vectors of {made / 'new'}"
+        f"the index is unchanged; removed: the measurements and {kept} vectors of {made / 'new'}"
         in told
     )
     assert not Path(f"{index}.migration").exists()

@@ -152,7 +152,7 @@ def test_appended_items_keep_the_columns_that_filters_read(
     run("index", toy_text, tmp_path / "docs.jsonl", "--columns", "year", "--out", index)
     run("embed", toy_text, tmp_path / "more.jsonl", "--out", tmp_path / "emb")
     refused = failure(capsys, "append", index, tmp_path / "emb")
-    assert "has no column year, which the index filters by; embed with --columns year" in refused
+    assert "lacks column year, which the index filters by; embed with --columns year" in refused
     run("append", index, toy_text, tmp_path / "more.jsonl")
     capsys.readouterr()
     assert len(found(capsys, index, "fox", "--where", "year>=2030", "-k", 12)) == 6
@@ -308,9 +308,12 @@ def test_images_are_found_by_image_and_by_text(
         ("embed no/model DOCS --out OUT", "no/model: "),
         ("embed MODEL DOCS --out OUT --batch-size 0", 'Invalid value "0" for --batch-size.'),
         ("embed MODEL DOCS --out OUT --dim 33", "dim is 33: give 1 to 32"),
-        ("index MODEL --out OUT", "holds no embeddings; if it is a model, name the data too"),
+        (
+            "index MODEL --out OUT",
+            "is not a folder of embeddings; if it is a model, name the data too",
+        ),
         ("index MODEL DOCS", "needs --out"),
-        ("append OUT MODEL DOCS", "holds no index to append to"),
+        ("append OUT MODEL DOCS", "is not an index"),
         ("index MODEL DOCS --out OUT --memory much", "memory is 'much'; give a size such as 2GiB"),
         (
             "index MODEL DOCS --out OUT --target-recall nan",
