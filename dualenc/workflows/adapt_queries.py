@@ -11,6 +11,7 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
 from dualenc.data.readers.clicks import DocumentSplit, IndexPairs, split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
@@ -155,6 +156,7 @@ def adapt(
     with writing(folder), removed_if_refused(folder, "training"):
         work = folder / WORK
         work.mkdir(parents=True, exist_ok=True)
+        # Compared at the end: the report promises that the index has not changed.
         checksum = fingerprint(index)
         documents = open_documents(index, work)
         clicked = IndexPairs(
@@ -177,25 +179,22 @@ def adapt(
         )
         pairs = side.pairs(clicked)
         parts = split_by_documents(pairs, held_out, MAX_HELD_OUT, seed)
+        # The model remembers these, so that evaluations can separate new documents from known ones.
         trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
         unmeasured = _why_unmeasured(parts, held_out)
+        # Only held-out queries choose the share: test queries must not.
         held_out_tasks = _held_out_tasks(parts, documents)
         tasks = held_out_tasks | _beir_tasks(test, second, side, trained_ids)
-
-        seed_everything(seed)
-        original = side.new_model(pairs.left_dim)
-        # A model that cannot be saved should fail before the training.
-        side.finished(original, trained_ids)
-        trainer = _trainer(
-            folder / "training", parts, train, epochs, batch_size, learning_rate, seed, progress
+        settings = _Settings(train, epochs, batch_size, learning_rate, temperature, seed, progress)
+        original, adapted, trained = _train(
+            folder / "training", index, side, pairs, parts, trained_ids, settings, resume
         )
-        objective = _objective(index, documents, pairs.num_left, temperature)
-        trained = _fit(trainer, original, parts, documents, objective, resume)
-        adapted = load_model(trained.model_folder, chosen)
+        # A given share may lie between the usual ones.
         shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
         points = score_interpolations(original, adapted, tasks, shares)
         choice = _choose_share(points, keep, unmeasured, list(held_out_tasks))
         adapted.load_state_dict(interpolate(original, adapted, choice.keep))
+        # Every process returns the same result, but only one writes and reads the whole index.
         after = ""
         if distributed.is_main():
             side.finished(adapted, trained_ids).save(folder / "model")
@@ -231,6 +230,7 @@ def adapt(
         if distributed.is_main():
             write_results(result, points)
             remove(work)
+        # Hold the lock until the files are complete.
         distributed.barrier()
     return result
 
@@ -251,7 +251,8 @@ def _check_arguments(train: Trained, held_out: float, keep: float | None) -> Non
 
 
 def _is_own_folder(folder: Path) -> bool:
-    """True if a folder holds an adaptation, finished or not."""
+    """Return True if a folder holds an adaptation, finished or not."""
+    # metrics.json is written last, the work folder first.
     if (folder / METRICS).is_file():
         return read_json_object(folder / METRICS).get("task") == TASK
     return (folder / WORK).is_dir()
@@ -314,6 +315,7 @@ def _beir_tasks(
         evaluator = _beir_task(test, "test", side, side.documents)
         known, new = divide_by_training(evaluator.qrels, trained_ids)
         for part, qrels in ((NEW, new), (KNOWN, known)):
+            # The mean over an empty part is undefined.
             if qrels:
                 tasks[f"{Path(test).name}: {part}"] = evaluator.among(list(qrels))
     if second is not None:
@@ -346,6 +348,7 @@ def _second_documents(folder: str, side: QuerySide) -> Embeddings:
     if corpus.modality != "text" or side.text is None:
         return open_documents(folder, side.work / "second")
     out = side.work / "second-documents"
+    # Half precision, as `open_documents` stores vectors.
     return embed(side.text.right, corpus, out, dtype="float16", progress=side.progress)
 
 
@@ -356,6 +359,7 @@ def _objective(
 
     With more documents than can be summed exactly, it uses those that the index finds and a sample.
     """
+    # Only an index can find the nearest documents; without one, all of them are summed.
     search = None
     if is_index(index):
         opened = Index.open(index)
@@ -368,48 +372,73 @@ def _objective(
         search=search,
         num_left=num_left,
         temperature=temperature,
+        # Include the positive in the sum, as a softmax does.
         positive_in_softmax=True,
     )
 
 
-def _trainer(
+class _Settings(NamedTuple):
+    """How a model is trained; see `adapt`."""
+
+    train: Trained
+    epochs: int | None
+    batch_size: int
+    learning_rate: float | None
+    temperature: float
+    seed: int
+    progress: bool
+
+    def trainer(self, output: Path, parts: DocumentSplit) -> Trainer:
+        """Return a trainer that stops when held-out queries no longer improve."""
+        # A batch larger than the data would leave no step.
+        batch_size = min(self.batch_size, len(parts.train))
+        is_measured = parts.held_out is not None
+        # Not `or`: the trainer should refuse 0.
+        epochs = EPOCHS[self.train] if self.epochs is None else self.epochs
+        learning_rate = self.learning_rate
+        if learning_rate is None:
+            learning_rate = LEARNING_RATES[self.train]
+        return Trainer(
+            output=output,
+            batch_size=batch_size,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            # Maps are too small to gain from half precision.
+            mixed_precision="no" if self.train in TOWERS else "auto",
+            # Once per epoch.
+            evaluate_every=max(1, len(parts.train) // batch_size) if is_measured else None,
+            patience=PATIENCE if is_measured else None,
+            seed=self.seed,
+            progress=self.progress,
+        )
+
+
+def _train(
     output: Path,
+    index: str,
+    side: QuerySide,
+    pairs: PairDataset,
     parts: DocumentSplit,
-    train: Trained,
-    epochs: int | None,
-    batch_size: int,
-    learning_rate: float | None,
-    seed: int,
-    progress: bool,
-) -> Trainer:
-    """Return a trainer that stops when held-out queries no longer improve."""
-    batch_size = min(batch_size, len(parts.train))
-    is_measured = parts.held_out is not None
-    return Trainer(
-        output=output,
-        batch_size=batch_size,
-        epochs=EPOCHS[train] if epochs is None else epochs,
-        learning_rate=LEARNING_RATES[train] if learning_rate is None else learning_rate,
-        mixed_precision="no" if train in TOWERS else "auto",
-        # Once per epoch.
-        evaluate_every=max(1, len(parts.train) // batch_size) if is_measured else None,
-        patience=PATIENCE if is_measured else None,
-        seed=seed,
-        progress=progress,
-    )
-
-
-def _fit(
-    trainer: Trainer,
-    original: DualEncoder,
-    parts: DocumentSplit,
-    documents: Embeddings,
-    objective: FrozenCorpus,
+    trained_ids: Sequence[str],
+    settings: _Settings,
     resume: bool,
-) -> TrainingResult:
-    """Train a copy of the original model; the model folder gets the best weights."""
+) -> tuple[DualEncoder, DualEncoder, TrainingResult]:
+    """Return the model before training, the one with the best weights, and the training result."""
+    seed_everything(settings.seed)
+    original = side.new_model(pairs.left_dim)
+    # A model that cannot be saved should fail before the training.
+    side.finished(original, trained_ids)
+    documents = side.documents
     evaluator = None
     if parts.held_out is not None:
         evaluator = IndexEvaluator.of_pairs(parts.held_out, documents)
-    model = copy.deepcopy(original)
-    return trainer.fit(model, parts.train, objective, evaluator=evaluator, resume=resume)
+    objective = _objective(index, documents, pairs.num_left, settings.temperature)
+    result = settings.trainer(output, parts).fit(
+        # The original is needed afterwards, to interpolate between both.
+        copy.deepcopy(original),
+        parts.train,
+        objective,
+        evaluator=evaluator,
+        resume=resume,
+    )
+    return original, load_model(result.model_folder, side.device), result

@@ -72,6 +72,7 @@ def quality_rows(points: Sequence[Interpolated], keep: float) -> list[dict[str, 
     rows: list[dict[str, object]] = []
     for task, before in original.scores.items():
         after = result.scores[task]
+        # Paired by query: the same queries are measured before and after.
         difference, low, high = paired_bootstrap(before, after)
         rows.append(
             {
@@ -105,6 +106,7 @@ def write_results(result: AdaptResult, points: Sequence[Interpolated]) -> None:
 
     The page draws each task over the share of the adapted weights, if matplotlib is installed.
     """
+    # matplotlib is optional.
     figures = []
     if can_draw():
         shares = [1 - point.keep for point in points]

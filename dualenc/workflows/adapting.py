@@ -112,6 +112,7 @@ class QuerySide:
             )
         if self.text is None or self.trained not in TOWERS:
             return queries
+        # An index of truncated vectors needs queries of the same size.
         dim = self.documents.dim if self.documents.dim < self.text.dim else None
         folder = self.work / name
         bar = f"embed {name}" if self.progress else False
@@ -120,6 +121,7 @@ class QuerySide:
 
     def pairs(self, pairs: PairDataset) -> PairDataset:
         """Return pairs whose queries are inputs of the trained model."""
+        # Pairs identify queries by row numbers.
         queries = Corpus(
             [str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality
         )
@@ -151,7 +153,9 @@ class QuerySide:
         assert self.text is not None
         text = self.text
         if self.trained == "lora":
+            # Adapters are added when a model is opened, so open it again.
             text = TextEncoder(self.name, lora_rank=LORA_RANK)
+        # A copy: the caller's text model may embed queries while this one is trained.
         return IndexEncoder(copy.deepcopy(text), self.documents.meta).to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
@@ -193,6 +197,7 @@ def score_interpolations(
         tasks: evaluators by name.
         shares: shares of the original weights, each from 0 to 1.
     """
+    # One copy serves all shares.
     model = copy.deepcopy(adapted)
     points = []
     for keep in shares:
@@ -239,6 +244,7 @@ def harmless_share(points: Sequence[Interpolated], task: str) -> float:
     """
     original = max(points, key=lambda point: point.keep)
     harmless = original.keep
+    # From the original downwards; stop at the first significant loss.
     for point in sorted(points, key=lambda point: -point.keep):
         if paired_bootstrap(original.scores[task], point.scores[task]).high < 0:
             break

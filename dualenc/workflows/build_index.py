@@ -115,6 +115,7 @@ def index(
         return _add_to_index(source, data, reading, bm25=bm25, texts=texts)
     if data is None and (side is not None or (reading and not (bm25 or texts))):
         _check_not_ignored(side, reading)
+    # Embedding may take hours: refuse first what the build would refuse.
     if memory is not None:
         parse_bytes(memory)
     check_factory(factory)
@@ -131,11 +132,15 @@ def index(
             check_unmigrated(out)
             settings = {"batch_size": batch_size, "dim": dim, "output": "embedding"}
             job = open_job(source, data, side, device, reading, **settings)
+            # The lock covers both, embedding and build.
             folder = embed_beside(out, job, None, was_killed, progress).folder
+        # FAISS uses all cores of one process; the others are done.
         if not distributed.is_main():
             return IndexResult(Path(out))
+        # Verify every file: a damaged vector would stay in the index unnoticed.
         vectors = first_components(Embeddings.open(folder, verify=True), dim)
         if corpus is not None:
+            # Raises before the build if a text is missing or has changed.
             rows_in(corpus, vectors, folder)
         measured_with = {}
         if queries is not None:

@@ -98,6 +98,7 @@ def append(
     has_texts = check_has_texts(index, bm25=bm25, texts=texts)
     # Open the texts before the work: if they are missing, nothing should have been embedded.
     corpus = open_texts(source, data, reading) if has_texts else None
+    # `change.append` opens it again under its lock; this one is for early checks.
     grown = Index.open(index)
     folder = Path(source)
     with ExitStack() as lock:
@@ -111,10 +112,12 @@ def append(
                 "dim": dim or _dim_of(grown),
                 "output": "embedding",
             }
+            # Keep the order, drop duplicates.
             columns = dict.fromkeys([*_columns(grown), *(reading.get("columns") or ())])
             as_grown: ReadOptions = {**reading, "columns": list(columns)}
             job = open_job(source, data, side, device, as_grown, **settings)
             folder, is_appended = embed_beside(index, job, grown, was_killed, progress)
+            # A killed process had replaced the index, but not removed the embeddings.
             if is_appended and distributed.is_main():
                 files.remove(folder)
                 return IndexChange(Path(index), num_vectors=len(grown), was_done=True)
@@ -144,6 +147,7 @@ def _append_embeddings(
 ) -> IndexChange:
     """Append a folder of embeddings, and the texts of a corpus, to an index."""
     added = first_components(Embeddings.open(folder, verify=True), dim)
+    # Without a value, new rows would never pass a filter.
     missing = ",".join(sorted(set(_columns(grown)) - set(_columns(added))))
     if missing:
         raise DualencError(

@@ -77,7 +77,7 @@ def embed_beside(
 
 
 def _are_last(grown: Index, job: EmbeddingJob) -> bool:
-    """True if the last rows of an index are those items of the job that it holds."""
+    """Return True if the last rows of an index are those items of the job that it holds."""
     rows = rows_of(grown.ids, job.corpus.ids)
     rows = rows[rows >= 0]
     return len(rows) > 0 and rows.tolist() == list(range(len(grown) - len(rows), len(grown)))

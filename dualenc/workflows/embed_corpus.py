@@ -73,6 +73,7 @@ def embed(
     Raises:
         DualencError: model, data or options do not fit together, or `out` holds other embeddings.
     """
+    # Before the model is loaded, which takes longer.
     check_embeddings_target(Path(out))
     job = open_job(
         model,
@@ -88,6 +89,7 @@ def embed(
         num_workers=num_workers,
         on_error=on_error,
     )
+    # Part of the identity: a run with the other side must not resume this one.
     identity = {"side": job.side}
     embeddings = encode_corpus(
         job.tower, job.corpus, out, identity=identity, progress=progress, **job.settings
@@ -143,6 +145,7 @@ def open_job(
         on_error=settings.get("on_error", "skip"),
         **options,
     )
+    # Only a model whose sides differ in modality can take the left one by the data.
     if side is None:
         is_left = encoder.left.modality == corpus.modality != encoder.right.modality
         side = "left" if is_left else "right"

@@ -136,6 +136,7 @@ def migrate(
             migration is under way, or the new model finds significantly less.
     """
     _check_single_process()
+    # The work folder stays locked for hours; the index itself only while it is read or replaced.
     with locked(work_folder(index), wait=False, option="INDEX"):
         opened = _open(index, new_model, data, queries, device)
         if isinstance(opened, MigrationReport):
@@ -225,6 +226,7 @@ def _open(
         plan = read_plan(folder)
         page = Path(f"{work_folder(folder)}.html")
         check_report_target(page, "move it away")
+        # Mapped vectors can only be replaced with the texts and maps of their work folder.
         if mapped and (plan is None or "ended" in plan):
             raise DualencError(
                 f"{mapped:,} vectors are mapped, and its work folder is gone",
@@ -246,6 +248,7 @@ def _open(
             "side": "right",
             "kind": encoder.kind,
         }
+        # Other texts or queries must not resume this migration.
         past = "" if texts.past is None else texts.past.identity()
         inputs = {"texts": texts.corpus.identity(), "queries": past}
         migration = Migration(folder, notes, inputs)
@@ -261,6 +264,7 @@ def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
     measures.check_report(measured, migration.work / "report.json")
     served = measured["served"]
     if anyway and not measures.is_judged(measured["systems"]):
+        # Without judgements nothing forbids mapped vectors: the user takes the risk.
         served = list(SHARES)
     report = MigrationReport(
         index=opened.folder,
@@ -370,9 +374,11 @@ class _Steps:
         maps.fit(old, new).save(self.migration.work / "map.safetensors")
         needs_queries = self.texts.judged is not None or self.texts.past is not None
         old_tower = self._old_tower() if needs_queries else None
+        # Documents stand in for queries if there are none, or no model to embed them.
         past = old
         if old_tower is not None and self.texts.past is not None:
             past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        # Documents that queries find often come first, so that quality recovers early.
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
         if old_tower is not None and self.texts.judged is not None:
@@ -421,6 +427,7 @@ class _Steps:
         sample = self._sample(old, new, order, maps.folds(len(old)))
         old_queries = self._embed_queries(old_tower, queries, self.old.dim)
         new_queries = self._embed_queries(self.encoder.left, queries)
+        # The reverse map: new queries over old vectors.
         mapped_queries = maps.fit(new, old)(new_queries)
         systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
         return measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
@@ -453,6 +460,7 @@ class _Steps:
 
     def embed_all(self, served: Sequence[float]) -> None:
         """Embed the documents share by share; replace the index at each share in `served`."""
+        # The sample is reused, never embedded again.
         embedded = [self.sample]
         for stage in self.migration.stages(self.rows):
             if len(stage.rows):
@@ -469,6 +477,7 @@ class _Steps:
                     f"{len(self.old):,}",
                     self.migration.folder,
                 )
+        # Last: until here a rollback needs the old index.
         remove_work(self.migration.folder)
 
     def _report_dropped(self) -> None:

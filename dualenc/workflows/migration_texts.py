@@ -77,6 +77,7 @@ def open_migration_texts(folder: str, index: Index, data: str | None, queries: s
 
 def _open_documents(folder: str, index: Index, data: str | None, source: str) -> Corpus:
     """Open the texts of an index: those that it keeps, or else those of its data."""
+    # Texts beside the index are exactly what was embedded, so they come first.
     if has_texts(folder):
         if data is not None and not Path(data).exists():
             raise DualencError(
@@ -108,6 +109,7 @@ def _open_judged(folder: Path, indexed_ids: Sequence[str]) -> tuple[Corpus, Qrel
     judged: dict[str, dict[str, int]] = {}
     for query, grades in qrels.items():
         own = {name: grade for name, grade in grades.items() if name in indexed}
+        # A query whose relevant documents are not indexed would score 0 for every system.
         if max(own.values(), default=0) > 0:
             judged[query] = own
     if not judged or queries.modality != "text":
