@@ -1,11 +1,11 @@
-"""Anchors against candidates: the picture that every objective computes on.
+"""Anchors against candidates: the view of a batch that every objective computes on.
 
-Shapes: X directions (left anchors, then right ones; one alone for two views of an image), A anchors
-of this rank, G anchors of all ranks, C candidates of all ranks, K known positives, P pairs of the
-global batch, b pairs of this rank, D dimension. A leading X does both directions at once, so that
-no equation loops over sides.
+Shapes: X directions (left anchors, then right ones; a single one for two views of an image), A
+anchors of this rank, G anchors of all ranks, C candidates of all ranks, K known positives, P pairs
+of the global batch, b pairs of this rank, D dimension. The leading X computes both directions at
+once, so that no equation loops over sides.
 
-An *item* is an id of the candidates' side, or with views one view of an image: the left view of
+An *item* is an id of the candidates' side or, with views, one view of an image: the left view of
 image i is item 2·i, the right one 2·i + 1.
 """
 
@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from dualenc import distributed
 
 Result = TypeVar("Result")  # a tensor (X, A, …), or several
-PADDING = -1  # fills lists of ids, and stands for "no item"
-# Entries of an (X, A, C) matrix that exist at a time; larger ones are computed in blocks, twice.
+PADDING = -1  # pads lists of ids, and stands for "no item"
+# Largest (X, A, C) matrix in memory, in entries. Larger ones are computed in blocks of anchors: once
+# in the forward pass, and again in the backward pass.
 BLOCK_ENTRIES = 2**20
 
 
@@ -33,9 +34,8 @@ BLOCK_ENTRIES = 2**20
 class Anchors:
     """This rank's anchors and the candidates of the global batch."""
 
-    directions: tuple[
-        int, ...
-    ]  # (X) 0: left anchors against right candidates, or views; 1: the other way
+    # (X) 0: left anchors against right candidates, or views; 1: right anchors against left ones
+    directions: tuple[int, ...]
     rows: Tensor  # (X, A) the anchors' rows in per-item tables: left id, or num_left + right id
     batch_rows: Tensor  # (A,) the anchors' positions among the G anchors of their direction
     sizes: list[int]  # anchors on every rank, per direction
@@ -46,10 +46,9 @@ class Anchors:
     positive_column: Tensor  # (X, A) the candidate that is each anchor's own positive
     positive_ids: Tensor  # (X, A, K) ascending ids of known positives, each once, padded with -1
     temperature: Tensor  # scalar τ
-    keys: Tensor | None = (
-        None  # (X, G, D) a momentum encoder's embeddings of the batch, no gradient
-    )
-    views: bool = False  # candidates are first all left, then all right views
+    # (X, G, D) embeddings of the batch by the momentum encoder, without gradient
+    keys: Tensor | None = None
+    views: bool = False  # candidates are all left views, then all right views
 
     @property
     def num_batch(self) -> int:
@@ -93,7 +92,7 @@ class Anchors:
 
     @cached_property
     def candidate_items(self) -> Tensor:
-        """(X, C) the candidates as items."""
+        """(X, C) candidates as items."""
         if not self.views:
             return self.candidate_ids
         left_ids, right_ids = self.candidate_ids.chunk(2, dim=-1)
@@ -101,48 +100,53 @@ class Anchors:
 
     @cached_property
     def hidden_items(self) -> Tensor:
-        """(X, A, K) or with views (X, A, 2K), ascending: the known positives as items."""
+        """(X, A, K), or (X, A, 2K) with views: known positives as items, ascending."""
         ids = self.positive_ids
         if not self.views:
             return ids
+        # Padding stays -1: 2·(-1) and 2·(-1) + 1 would be different numbers.
         left_views = torch.where(ids < 0, ids, 2 * ids)
         right_views = torch.where(ids < 0, ids, 2 * ids + 1)
         return torch.cat([left_views, right_views], dim=-1).sort(dim=-1).values
 
     def gather(self, values: Tensor) -> Tensor:
-        """(X, G, …) of all ranks in the order of the batch, without gradient, of values (X, A, …)
-        of this one."""
-        gathered = distributed.gather(values.transpose(0, 1).contiguous(), self.sizes).transpose(
-            0, 1
-        )
+        """Gather values (X, A, …) over ranks to (X, G, …), in batch order and without gradient."""
+        # Ranks differ in A, and collectives concatenate the first dimension.
+        by_anchor = values.transpose(0, 1).contiguous()  # (A, X, …)
+        gathered = distributed.gather(by_anchor, self.sizes).transpose(0, 1)
         if not self.views or len(self.sizes) == 1:
             return gathered
-        # Each rank brings its left views, then its right ones; in the batch all left views come
-        # first.
+        # Each rank contributes its left views, then its right ones, whereas the batch has all left
+        # views first.
         half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
         halves = gathered.split(half_sizes, dim=1)
         return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
 
     def gather_lists(self, lists: Tensor) -> Tensor:
-        """(X, G, K) likewise of lists (X, A, K), which may be shorter on other ranks; padded in
-        front with -1."""
+        """Gather lists (X, A, K) over ranks to (X, G, K'); shorter ones are padded in front with
+        -1.
+        """
         if len(self.sizes) == 1:
             return lists
         longest = max(distributed.rank_numbers([lists.shape[-1]], lists.device)[0])
         return self.gather(pad(lists, (longest - lists.shape[-1], 0), value=PADDING))
 
     def per_direction(self, numbers: Iterable[float]) -> Tensor:
-        """(X, 1) a number for each direction, filled in on the device: a list copied there would
-        wait for it."""
+        """Return (X, 1) a number for each direction.
+
+        It is filled in on the device: copying a list there would wait for the queue of an
+        accelerator.
+        """
         return torch.stack([self.embeddings.new_full((1,), number) for number in numbers])
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
-        """The same anchors against other candidates (X, C, D) with ids (X, C), which need not hold
-        the positives."""
+        """Replace the candidates by (X, C, D) with ids (X, C), which need not include the
+        positives.
+        """
         return replace(self, candidates=candidates, candidate_ids=candidate_ids)
 
     def of_direction(self, x: int) -> Anchors:
-        """One direction alone (X = 1)."""
+        """Return one direction on its own (X = 1)."""
         by_direction = {
             name: getattr(self, name)[x : x + 1] for name in ("directions", *_BY_ANCHOR)
         }
@@ -153,17 +157,19 @@ class Anchors:
     def in_blocks(
         self, function: Callable[..., Result], *rows: Any, width: int | None = None
     ) -> Result:
-        """Apply a function to blocks of anchors, recomputed in the backward pass, so that (X, A, C)
-        matrices stay small.
+        """Apply a function to blocks of anchors, so that (X, A, C) matrices stay small.
+
+        Blocks are recomputed in the backward pass (gradient checkpointing).
 
         Args:
             function: `function(block, *rows)` returns one tensor (X, a, …) or several. Must be pure
-                and row-wise.
-            rows: tensors (X, A, …), or named tuples of such, which are sliced alike.
-            width: entries that the function holds per anchor; by default C.
+                and
+                row-wise.
+            rows: tensors (X, A, …), or named tuples of such, which are sliced in the same way.
+            width: entries that the function holds per anchor; defaults to C.
 
         Returns:
-            What the function returns, of all anchors.
+            The results of all blocks, concatenated over anchors.
         """
         num_directions, num_anchors = self.rows.shape
         entries_per_anchor = num_directions * (width or self.candidates.shape[1])
@@ -185,13 +191,8 @@ class Anchors:
         return tuple(torch.cat(parts, dim=1) for parts in zip(*blocks, strict=True))  # type: ignore[return-value]
 
 
-_BY_ANCHOR = (
-    "rows",
-    "embeddings",
-    "partners",
-    "positive_column",
-    "positive_ids",
-)  # of shape (X, A, …)
+# The fields of `Anchors` with shape (X, A, …).
+_BY_ANCHOR = ("rows", "embeddings", "partners", "positive_column", "positive_ids")
 
 
 def _sliced(values: Any, part: slice) -> Any:
@@ -201,25 +202,32 @@ def _sliced(values: Any, part: slice) -> Any:
 
 
 def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
-    """(…, A, C) whether ids (…, C) or (…, A, C) are in anchors' lists (…, A, K), ascending; -1 may
-    match padding."""
+    """Return (…, A, C) True where ids (…, C) or (…, A, C) occur in ascending lists (…, A, K).
+
+    An id of -1 may match padding.
+    """
     if ids.dim() < lists.dim():
         ids = ids[..., None, :]
     if lists.shape[-1] == 1:
         return ids == lists
     ids = ids.expand(*lists.shape[:-1], ids.shape[-1]).contiguous()
+    # Binary search: comparing with every entry would take an (…, A, C, K) mask.
     column = torch.searchsorted(lists.contiguous(), ids).clamp_(max=lists.shape[-1] - 1)
     return lists.gather(-1, column) == ids
 
 
 def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether sought items (X, …) are among items (X, C), and the first column of each; any column
-    where not."""
-    # Without candidates there is no column that a later `gather` could read.
+    """Find sought items (X, …) among items (X, C).
+
+    Returns:
+        (X, …) True if an item was found; (X, …) the first column with it, or any valid column if
+        not.
+    """
+    # Without candidates no column is valid for a later `gather`.
     if not items.shape[1]:
         return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
-    # Binary search: comparing all pairs would be a second (X, A, C) matrix. Stable, so that the
-    # first copy is found.
+    # Binary search, because comparing all pairs would be a second (X, A, C) matrix. The sort is
+    # stable, so that the first copy is found.
     ordered, order = items.sort(dim=1, stable=True)
     flat = sought.flatten(1)
     column = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
@@ -228,12 +236,15 @@ def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_count(mask: Tensor, like: Tensor) -> Tensor:
-    """(X, A) log of how many of a row of mask (X, A, C) are True, in the precision of `like`; 0 for
-    none."""
+    """Return (X, A) log of the number of True entries per row of mask (X, A, C); 0 for none.
+
+    The result has the precision of `like`.
+    """
     return mask.sum(dim=-1).clamp(min=1).to(like.dtype).log()
 
 
 def log_mean(logits: Tensor) -> Tensor:
-    """(X, A) log of the mean of exp over the logits (X, A, C) that are not -inf; -inf without
-    any."""
+    """Return (X, A) log of the mean of exp over the finite logits (X, A, C); -inf if there are
+    none.
+    """
     return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)

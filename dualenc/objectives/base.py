@@ -1,14 +1,13 @@
-"""The base of all objectives: check, gather, plan, encode, compute losses, average over the global
-batch.
+"""Base class of all objectives: check, gather, plan, encode, compute losses, average.
 
 An objective is its equation, in one file:
 
-    plan(anchors) -> plan                      # no gradient; `plan.outside` (X, n): items to embed,
-    -1 for none losses(anchors, plan, outside) -> (X, A)   # the equation, and the update of the
-    objective's memory
+    plan(anchors) -> plan      # no gradient; `plan.outside` (X, n): items to embed, padded with -1
+    losses(anchors, plan, outside) -> (X, A)  # the equation, and the update of the memory
 
-or, of the batch alone, `block_losses(block) -> (X, a)`, or `anchor_losses(anchors, encoder) -> (X,
-A)`, where it encodes more than once (`NegativeCache`, `ExactGlobal`). Shapes: see `anchors`.
+Objectives of the batch alone define `block_losses(block) -> (X, a)` instead. Objectives that encode
+more than once (`NegativeCache`, `ExactGlobal`) define `anchor_losses(anchors, encoder) -> (X, A)`.
+Shapes: see `anchors`.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +40,45 @@ from dualenc.objectives.checks import (
     names_class,
 )
 from dualenc.objectives.corpus_sizes import SampledCorpus
-from dualenc.objectives.draws import SharedRandom
+from dualenc.objectives.draws import rewound
 from dualenc.objectives.outside_items import Encode, OutsideEncoder
 
 MIN_TEMPERATURE = 1e-3
 
 
+class DataArguments(TypedDict, total=False):
+    """Keyword arguments of `Objective`, but for the temperature; lets editors complete them."""
+
+    num_left: int | None
+    num_right: int | None
+    views: bool
+    seed: int
+    positive_in_softmax: bool
+
+
+class CommonArguments(DataArguments, total=False):
+    """All keyword arguments of `Objective`, for the constructors of its subclasses."""
+
+    temperature: float
+    learnable_temperature: bool
+
+
 @dataclass
 class ObjectiveOutput:
-    """What an objective returns.
+    """The result of an objective for one batch.
+
+        out = InfoNCE()(left, right, ids)
+        out.loss.backward()
+        out.metrics["accuracy"]
 
     Attributes:
-        loss: scalar. Its value is the objective's estimate of L(θ) (if `reports_loss`), its
-            gradient the objective's. The mean over ranks, of losses and of gradients, is that of
-            the global batch.
-        per_anchor: (2b,) the losses of this rank's anchors, left ones first, or (b,) of left ones
-            alone (`FrozenCorpus`); over all ranks their mean is `loss`.
+        loss: scalar. Its gradient is the objective's; its value estimates L(θ) if `reports_loss`.
+            The
+            mean over ranks, of losses and of gradients, is that of the global batch.
+        per_anchor: (2b,) losses of this rank's anchors, left ones first; (b,) for `FrozenCorpus`,
+            which
+            has left anchors only. Their mean over all ranks is `loss`.
+        compute_metrics: function that computes `metrics`.
     """
 
     loss: Tensor
@@ -64,42 +87,45 @@ class ObjectiveOutput:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars for logging, averaged over this rank's anchors; computed when first
-        read."""
+        """Detached scalars for logging, averaged over this rank's anchors; computed on first
+        access.
+        """
         return self.compute_metrics()
 
 
 class Objective(nn.Module):
-    """Base of all objectives of the global contrastive loss; usable in any training loop.
+    """Base class of all objectives of the global contrastive loss; works in any training loop.
 
         criterion = SogCLR(num_left=m, temperature=0.07)
         out = criterion(left, right, left_id, right_id)
         out.loss.backward()
 
     Args:
-        num_left: size of the left id space; needed by objectives that keep state per item. Where
-            items are in several pairs, `set_counts` says in how many.
+        num_left: size of the left id space. Required by objectives that keep state per item. If
+            items
+            occur in several pairs, call `set_counts` as well.
         num_right: size of the right id space (the corpus); defaults to num_left.
         temperature: τ ≥ 0.001 of the softmax over cosine similarities.
         learnable_temperature: learn log τ with the model.
-        views: left and right are two views of one image (unimodal training): 2B anchors, one shared
-            id space.
-        seed: of the objective's own random draws.
-        positive_in_softmax: minimise −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over
-            the batch, where Z sums the negatives only. Only for objectives that estimate Z.
+        views: True if left and right are two views of the same images (unimodal training). There
+            are
+            then 2B anchors and one shared id space.
+        seed: random seed of the objective's own draws.
+        positive_in_softmax: minimize −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over
+            the
+            batch, where Z sums the negatives only. Only for objectives that estimate Z.
     """
 
     needs_num_left = False  # keeps state per item
-    needs_encode = False  # asks for items outside the batch
-    takes_mined = True  # mined negatives are candidates
+    needs_encode = False  # embeds items outside the batch
+    takes_mined = True  # mined negatives join the candidates
     anchors_per_pair = 2  # both items, or both views
-    # Every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies.
+    # True if every loss is −log(e⁺/Z) with Z estimated, so that `positive_in_softmax` applies.
     estimates_partition = False
     encodes_in_backward = False  # calls `encode` again in the backward pass
-    # μ of the moving average of the towers whose embeddings `forward` takes as keys; see
-    # `MomentumQueue`.
+    # Decay μ of the momentum encoder whose embeddings `forward` takes as keys (`MomentumQueue`).
     momentum: float | None = None
-    # The option that lifts the assumption of uniformly random batches.
+    # The option that lifts the assumption of uniformly random batches, or None.
     remedy_for_other_batches: str | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -121,7 +147,7 @@ class Objective(nn.Module):
     ) -> None:
         super().__init__()
         if self.needs_num_left and num_left is None:
-            fail("num_left", "is missing; pass the number of left items, e.g. len(pairs)")
+            fail("num_left", "is missing", "pass the number of left items, e.g. len(pairs)")
         for argument, value in (("num_left", num_left), ("num_right", num_right)):
             if value is not None:
                 check_count(argument, value)
@@ -129,7 +155,7 @@ class Objective(nn.Module):
         check_seed(seed)
         if positive_in_softmax and not self.estimates_partition:
             able = "SogCLR, ISogCLR, GlobalCache, NegativeCache, ExactGlobal or FrozenCorpus"
-            fail("positive_in_softmax", f"does not apply; leave it out, or take {able}")
+            fail("positive_in_softmax", "does not apply", f"leave it out, or use {able}")
         self.num_left = num_left
         self.num_right = num_left if num_right is None or views else num_right
         self.views = views
@@ -141,34 +167,33 @@ class Objective(nn.Module):
         log_temperature = torch.tensor(math.log(temperature), dtype=torch.float64).float()
         self.log_temperature = nn.Parameter(log_temperature, requires_grad=learnable_temperature)
         if self.needs_num_left:
-            # Holds nothing, but its shape names both sizes: tables hold both sides, and would fit
-            # swapped ones.
+            # An empty buffer whose shape records both sizes. Tables hold the rows of both sides, so
+            # a checkpoint with left and right swapped would load without an error.
             self.register_buffer("sizes", torch.zeros(self.num_left or 0, self.num_right or 0, 0))
-        # Whether the present call is training: not in eval mode or without gradient.
+        # True during a training call: in train mode and with gradients enabled.
         self.updates_state = False
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
-        """Decide, without gradient, which items outside the batch to embed: `plan.outside`; None
-        for nothing."""
+        """Choose, without gradient, the items outside the batch to embed (`plan.outside`), or None."""
         return None
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        """(X, A) losses of this rank's anchors; writes the objective's memory if `updates_state`.
+        """Return (X, A) losses of this rank's anchors, and write the memory if `updates_state`.
 
         Args:
-            anchors: see `Anchors`; large batches go through `anchors.in_blocks`.
-            plan: what `plan` returned.
-            outside: (X, n, D) embeddings of `plan.outside` with gradient, zeros where that is -1.
+            anchors: anchors and candidates of the batch; large ones go through `anchors.in_blocks`.
+            plan: result of `plan`.
+            outside: (X, n, D) embeddings of `plan.outside` with gradient; zeros where that is -1.
         """
         return anchors.in_blocks(self.block_losses)
 
     def block_losses(self, block: Anchors) -> Tensor:
-        """(X, a) losses of a block of anchors, of objectives of the batch alone."""
+        """Return (X, a) losses of a block of anchors, for objectives of the batch alone."""
         raise TypeError(f"{type(self).__name__} defines neither losses nor block_losses")
 
     def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:
-        """(X, A) losses: plan, encode, compute."""
+        """Plan, encode and return (X, A) losses."""
         with torch.no_grad():
             plan = self.plan(anchors)
         outside = None
@@ -193,77 +218,89 @@ class Objective(nn.Module):
         keys_left: Tensor | None = None,
         keys_right: Tensor | None = None,
     ) -> ObjectiveOutput:
-        """The loss of this rank's part of a batch.
+        """Return the loss of this rank's part of a batch.
 
         Args:
-            left, right: (b, D) unit-norm embeddings of the pairs; b may differ between ranks.
-            left_id, right_id: (b,) integer ids in [0, num_left) and [0, num_right); without
-                right_id pairs share one index. Items with equal ids are never negatives of one
-                another's partners. Ids and weights may be lists or arrays.
-            encode: `encode(side, ids (n,)) -> (n, D)` embeds items outside the batch, with ids on
-                the CPU; honours `torch.is_grad_enabled()`. With views, "left" and "right" are an
-                image's two views.
+            left: (b, D) unit-norm embeddings of the left items; b may differ between ranks.
+            right: (b, D) unit-norm embeddings of the right items.
+            left_id: (b,) integer ids in [0, num_left). Ids and weights may be lists or arrays.
+            right_id: (b,) integer ids in [0, num_right); defaults to left_id. Two items with the
+                same id never serve as negatives of each other's partners.
+            encode: function `encode(side, ids (n,)) -> (n, D)` that embeds items outside the batch.
+                Ids are on the CPU; `torch.is_grad_enabled()` says whether a gradient is needed.
+                With views, "left" and "right" are the two views of an image.
             left_positives: (b, K) right ids known to be relevant to each left item, padded with -1.
             right_positives: (b, K) left ids known to be relevant to each right item, padded with
                 -1.
-            negatives, negative_id: (n, D) and (n,) mined right items that join the candidates of
-                left anchors; not with views, and only of objectives with `takes_mined`.
-            weights: (b,) factors of the losses of each pair, 0 or more.
-            keys_left, keys_right: (b, D) unit-norm embeddings of the same pairs by the momentum
-                encoder, without gradient; of objectives with `momentum`.
+            negatives: (n, D) embeddings of mined right items, which join the candidates of left
+                anchors; not with views, and only for objectives with `takes_mined`.
+            negative_id: (n,) right ids of `negatives`.
+            weights: (b,) loss weights of the pairs, 0 or more.
+            keys_left: (b, D) unit-norm embeddings of the left items by the momentum encoder,
+                without gradient; only for objectives with `momentum`.
+            keys_right: (b, D) likewise of the right items.
         """
-        embeddings = given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
-        ids = given(
-            negative_id=negative_id,
-            left_positives=left_positives,
-            right_positives=right_positives,
+        right_id = left_id if right_id is None else right_id
+        embeddings = {"left": left, "right": right}
+        embeddings |= given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
+        ids = {"left_id": left_id, "right_id": right_id} | given(
+            negative_id=negative_id, left_positives=left_positives, right_positives=right_positives
         )
         self._check_given(encode, embeddings.keys() | ids.keys())
-        embeddings = {"left": left, "right": right} | embeddings
         check_tensors(embeddings)
         self._check_dimension(left.shape[-1])
-        ids = {"left_id": left_id, "right_id": left_id if right_id is None else right_id} | ids
         ids = {name: as_numbers(name, value, left.device) for name, value in ids.items()}
         if weights is not None:
             weights = as_numbers("weights", weights, left.device)
-        batch = gather_batch(self, embeddings, ids, weights)
-        encoder = None if encode is None else OutsideEncoder(encode, self.views, batch.embeddings)
-        self._recorded = {}
-        self.updates_state = self.training and torch.is_grad_enabled()
-        if self.updates_state:
-            self.log_temperature.data.clamp_(min=math.log(MIN_TEMPERATURE))
-        draws = [module for module in self.modules() if isinstance(module, SharedRandom)]
-        positions = [random.position for random in draws]
+        batch = gather_batch(self.corpus, embeddings, ids, weights)
+        self._begin_call()
+        # Scores are in the precision of the embeddings: autocast would make them half.
         with torch.autocast(left.device.type, enabled=False):
             temperature = self.temperature.to(batch.embeddings.dtype)
-            directions = self._directions(batch, temperature)
-            losses = torch.cat(
-                [self.anchor_losses(anchors, encoder).flatten() for anchors in directions]
-            )
-        if not self.updates_state:
-            # Outside of training, random draws are made but not counted.
-            for random, position in zip(draws, positions, strict=True):
-                random.position = position
-        if self.positive_in_softmax:
-            # Of L = log(Z/e⁺): log((e⁺ + Z)/e⁺), whose gradient is σ(L)·∇L.
-            losses = softplus(losses)
+            losses = self._batch_losses(batch, temperature, encode)
         if weights is not None:
             losses = losses * weights.to(losses).repeat(self.anchors_per_pair)
-        # Over all anchors of the global batch, so that the mean over ranks is the global loss.
+        # Divided by the anchors of all ranks, so that the mean over ranks is the global loss.
         num_anchors = self.anchors_per_pair * sum(batch.sizes)
         loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
         return ObjectiveOutput(
             loss, losses.detach(), lambda: self._metrics(batch, temperature.detach())
         )
 
+    def _begin_call(self) -> None:
+        self._recorded = {}
+        self.updates_state = self.training and torch.is_grad_enabled()
+        if self.updates_state:
+            self.log_temperature.data.clamp_(min=math.log(MIN_TEMPERATURE))
+
+    def _batch_losses(
+        self, batch: EncodedBatch, temperature: Tensor, encode: Encode | None
+    ) -> Tensor:
+        """Return the losses of this rank's anchors: (2b,), or (b,) if only left items are anchors."""
+        encoder = None
+        if encode is not None:
+            encoder = OutsideEncoder(encode, self.views, like=batch.embeddings)
+        # An evaluation makes random draws without counting them: training must not depend on it.
+        counted = nullcontext() if self.updates_state else rewound(self)
+        with counted:
+            losses = [
+                self.anchor_losses(anchors, encoder).flatten()
+                for anchors in self._directions(batch, temperature)
+            ]
+        all_losses = torch.cat(losses)
+        if self.positive_in_softmax:
+            # With L = log(Z/e⁺), softplus(L) = log((e⁺ + Z)/e⁺); its gradient is σ(L)·∇L.
+            return softplus(all_losses)
+        return all_losses
+
     @property
     def name(self) -> str:
-        """What logs and model cards call it."""
+        """Name in logs and model cards."""
         return type(self).__name__
 
     @property
     def settings(self) -> dict[str, float | str | list[int]]:
-        """The arguments that are plain values which training does not move."""
+        """Constructor arguments with plain values that stay fixed during training."""
         classes = [cls for cls in type(self).__mro__ if issubclass(cls, Objective)]
         names = {name for cls in classes for name in inspect.signature(cls).parameters}
         values = {name: getattr(self, name, None) for name in sorted(names)}
@@ -279,18 +316,20 @@ class Objective(nn.Module):
     def temperature(self) -> Tensor:
         """Scalar τ, never below MIN_TEMPERATURE."""
         tau = self.log_temperature.exp()
-        # Straight through, so that a learned one can leave the bound.
+        # Straight-through clamp: the forward pass uses the bound, while the gradient of a learned τ
+        # passes, so that τ can leave the bound again.
         return tau + (tau.clamp(min=MIN_TEMPERATURE) - tau).detach()
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the value of `loss` is an estimate of L(θ); else only its gradient is, and logs
-        leave it out."""
+        """True if the value of `loss` estimates L(θ). If False, only its gradient is meaningful."""
         return True
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Scalars about the objective's memory in the last call, over this rank's anchors: the mean
-        and the standard deviation of what it recorded."""
+        """Return scalars about the objective's memory in the last call.
+
+        They are the mean and standard deviation, over this rank's anchors, of what `record` kept.
+        """
         scalars = {}
         for name, recorded in self._recorded.items():
             values = torch.cat([value.flatten() for value in recorded]).double()
@@ -304,69 +343,79 @@ class Objective(nn.Module):
 
     @names_class
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
-        """Set how many pairs each left (num_left,) and right (num_right,) item is in.
+        """Set the number of pairs each left (num_left,) and right (num_right,) item occurs in.
 
-        The corpus is the multiset of the pairs' items. Without this, every item is in one pair.
+        The corpus is the multiset of the pairs' items. Without this call every item counts once.
         """
         if self.num_left is None or self.num_right is None:
             return
         self.corpus.set_counts(left_counts, right_counts, self.log_temperature.device)
         for direction, memory in zip(self.directions, getattr(self, "memories", ()), strict=False):
-            # An epoch shows pairs, so that items in many pairs come many times.
+            # Items in many pairs come many times per epoch, so the memory is complete after all
+            # pairs, not after N rows. Items in no pair enter the memory only as mined negatives,
+            # and count once; fractional counts stay.
             counts = self.corpus.item_counts(direction)
-            # Items in no pair are remembered only as mined negatives, and count once; others may in
-            # part.
             counts = None if counts is None else counts.where(counts > 0, 1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
     def _check_given(self, encode: Encode | None, names: Set[str]) -> None:
-        """Refuse a call without what the objective needs, or with what it would ignore."""
+        """Raise if a required argument is missing, or one is passed that would be ignored."""
         if self.needs_encode and not callable(encode):
-            fail("encode", "is missing; pass encode(side, ids) -> (n, D) that embeds items by id")
+            fix = "pass encode(side, ids) -> (n, D) that embeds items by id"
+            fail("encode", "is missing", fix)
         has_keys = [name in names for name in ("keys_left", "keys_right")]
         if self.momentum is not None and not all(has_keys):
-            advice = "pass the momentum encoder's embeddings, as Trainer does"
-            fail("keys_left", f"and keys_right are missing; {advice}")
+            fix = "pass the momentum encoder's embeddings, as Trainer does"
+            fail("keys_left", "and keys_right are missing", fix)
         if self.momentum is None and any(has_keys):
-            fail("keys_left", "and keys_right do not apply; leave them out, or take MomentumQueue")
+            fail("keys_left", "and keys_right do not apply", "leave them out, or use MomentumQueue")
         if not self.takes_mined and not names.isdisjoint({"negatives", "negative_id"}):
-            fail("negatives", "do not apply; leave them and negative_id out, as Trainer does")
+            fail("negatives", "do not apply", "leave them and negative_id out, as Trainer does")
 
     def _check_dimension(self, dimension: int) -> None:
-        """Refuse embeddings of another size than those that are remembered."""
+        """Raise if embeddings have another dimension than those in the memory."""
         for name, buffer in self.named_buffers():
             is_memory = name.rpartition(".")[2] == "embeddings" and buffer.dim() == 2
             if is_memory and buffer.shape[1] not in (0, dimension):
-                sizes = f"has {dimension} components, and remembered embeddings {buffer.shape[1]}"
-                fail("left", f"{sizes}; take a new objective for another encoder")
+                problem = f"has {dimension} components, remembered embeddings {buffer.shape[1]}"
+                fail("left", problem, "make a new objective for another encoder")
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:
-        """(X, A) log(Z/e⁺) without gradient. Of an anchor without negatives, whose log Z is -inf,
-        −s⁺/τ; or with `positive_in_softmax` -inf, which makes its loss and gradient 0."""
+        """Return (X, A) log(Z/e⁺) without gradient.
+
+        An anchor without negatives has log Z = -inf. Its value is −s⁺/τ; with `positive_in_softmax`
+        it is
+        -inf, which makes its loss and gradient 0.
+        """
         if not self.positive_in_softmax:
             log_partition = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
         return log_partition.detach() - positive.detach()
 
     def record(self, **values: Tensor) -> None:
-        """Keep tensors of this call, of each anchor or scalars, for `diagnostics`."""
+        """Store tensors of this call, (X, A) or scalars, for `diagnostics`."""
         for name, value in values.items():
             self._recorded.setdefault(name, []).append(value.detach())
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Restore from `state_dict()`; DualencError for a state of other sizes or of another
-        objective."""
+        """Restore from `state_dict()`.
+
+        Raises:
+            DualencError: the state has other sizes, or comes from another objective.
+        """
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            advice = "the state is of another objective, or of other num_left, num_right, views or options"
-            problem = " ".join(str(error).split())
-            raise DualencError(f"{type(self).__name__}: {problem}; {advice}") from error
+            raise DualencError(
+                " ".join(str(error).split()),
+                fix="the state is of another objective, "
+                "or of other num_left, num_right, views or options",
+                where=type(self).__name__,
+            ) from error
 
     def _apply(self, fn: Any, recurse: bool = True) -> Objective:
-        """Move and convert, but never to half precision: temperatures and averages would lose
-        theirs."""
+        """Move and convert, but never to half precision, which loses temperatures and averages."""
 
         def keep_precision(tensor: Tensor) -> Tensor:
             converted = fn(tensor)
@@ -377,7 +426,7 @@ class Objective(nn.Module):
         return super()._apply(keep_precision, recurse)
 
     def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:
-        """The anchors, both directions at once where they have the same number of candidates."""
+        """Return the anchors; both directions in one if they have the same number of candidates."""
         if self.views:
             return [two_views(batch, temperature)]
         if self.takes_mined and len(batch.negative_id):
@@ -393,10 +442,14 @@ class Objective(nn.Module):
 
 
 class Estimate(torch.autograd.Function):
-    """`Estimate.apply(value, scores, weights, positive)`: losses with a value (X, A) and the
-    gradient of Σ_c w_c·s_c − s⁺, of scores (X, A, C) with constant weights (X, A, C) and, if given,
-    the positive's score (X, A): that of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ, while its value needs the
-    whole corpus."""
+    """Losses with a given value (X, A) and a given gradient: Σ_c w_c·∇s_c − ∇s⁺.
+
+    `Estimate.apply(value, scores, weights, positive)` takes scores (X, A, C), constant weights (X,
+    A,
+    C) and, optionally, the positive's score (X, A). The gradient of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ,
+    which
+    a few candidates can estimate, while the value of L needs the whole corpus.
+    """
 
     @staticmethod
     def forward(
@@ -408,10 +461,10 @@ class Estimate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, None, Tensor | None]:
-        # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+        # torch's `once_differentiable` does not raise if the incoming gradient is a constant.
         if torch.is_grad_enabled():
             raise DualencError(
-                "an objective has no second derivatives; call backward without create_graph"
+                "an objective has no second derivatives", fix="call backward without create_graph"
             )
         (weights,) = ctx.saved_tensors
         (gradient,) = grad_outputs
@@ -419,13 +472,16 @@ class Estimate(torch.autograd.Function):
 
 
 def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
-    """(X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ), to add where an estimator's weights
-    need not sum to 1: L is a function of s − s⁺, and without this term every error of the sum (X,
-    A) would move τ by as much as s⁺/τ.
+    """Return (X, A) zeros with the gradient (1 − Σ_c w_c)·∇(s⁺/τ).
+
+    L is a function of the differences s − s⁺. Where an estimator's weights need not sum to 1, every
+    error of their sum would move τ by as much as s⁺/τ; this term cancels it.
 
     Args:
-        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; of a
-            kernel q, log q⁺.
+        positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; log q⁺
+            for a
+            kernel q.
+        weight_sum: (X, A) Σ_c w_c.
     """
     missing = (1 - weight_sum).detach()[..., None]
     return Estimate.apply(torch.zeros_like(weight_sum), positive_scores[..., None], missing)

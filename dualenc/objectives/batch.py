@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,21 +16,17 @@ from torch.nn.functional import pad
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.checks import check_shapes, check_values
-
-if TYPE_CHECKING:
-    from dualenc.objectives.base import Objective
+from dualenc.objectives.corpus_sizes import SampledCorpus
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The pairs of a step, checked, in float32 or float64. Pairs of values are those of left and of
-    right items."""
+    """The pairs of a step, checked, in float32 or float64. Index 0 is the left side, 1 the right."""
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
-    listed: tuple[
-        Tensor | None, ...
-    ]  # (b, K) further positives of the opposite side, padded with -1
+    # (b, K) further positives, on the opposite side, of left and of right items; padded with -1
+    listed: tuple[Tensor | None, ...]
     all_embeddings: Tensor  # (2, P, D) of all ranks, with gradient
     all_ids: Tensor  # (2, P)
     negatives: Tensor  # (n, D) mined right items of all ranks
@@ -48,27 +43,34 @@ class EncodedBatch:
 
 
 def gather_batch(
-    objective: Objective,
+    corpus: SampledCorpus,
     embeddings: Mapping[str, Tensor],
     ids: Mapping[str, Tensor],
     weights: Tensor | None,
 ) -> EncodedBatch:
-    """Check the arguments of `Objective.forward` by its id spaces and views, and gather them over
-    ranks."""
-    check_shapes(embeddings, ids, weights, objective.views)
+    """Check the arguments of `Objective.forward` and gather them over ranks.
+
+    Args:
+        corpus: id spaces of both sides.
+        embeddings: embeddings by argument: left and right (b, D), and optionally negatives (n, D),
+            keys_left and keys_right (b, D).
+        ids: ids and lists of positives by argument.
+        weights: (b,) weights of the pairs, or None.
+    """
+    check_shapes(embeddings, ids, weights, corpus.views)
 
     numbers = {name: values.long() for name, values in ids.items()}
     own_ids = torch.stack([numbers["left_id"], numbers["right_id"]])
-    # Ranks may hold different numbers of pairs and of mined negatives: the last batch rarely
-    # divides evenly.
+    # Ranks may hold different numbers of pairs and mined negatives: the last batch of an epoch
+    # rarely divides evenly.
     own_counts = [own_ids.shape[1], len(embeddings.get("negatives", ()))]
     sizes, num_mined = distributed.rank_numbers(own_counts, own_ids.device)
     all_ids = distributed.gather(own_ids.T, sizes).T
-    num_items = {"left": objective.num_left, "right": objective.num_right}
-    most_copies = check_values(embeddings, numbers, weights, all_ids, num_items, objective.views)
+    num_items = {"left": corpus.num_left, "right": corpus.num_right}
+    most_copies = check_values(embeddings, numbers, weights, all_ids, num_items, corpus.views)
 
-    # Under mixed precision encoders give halves, in which a sum over thousands of candidates loses
-    # its digits.
+    # Under mixed precision encoders return half precision, in which a sum over thousands of
+    # candidates loses its digits.
     precision = torch.float64 if embeddings["left"].dtype == torch.float64 else torch.float32
     vectors = {name: tensor.to(precision) for name, tensor in embeddings.items()}
     pair = [vectors["left"], vectors["right"]]
@@ -76,14 +78,18 @@ def gather_batch(
     if "keys_left" in vectors:
         both = [vectors["keys_left"], vectors["keys_right"]]
         keys = torch.stack([distributed.gather(side, sizes) for side in both])
+    all_embeddings = [distributed.gather_with_grad(side, sizes) for side in pair]
+    # A rank without mined negatives takes part in the collectives with no rows.
+    own_negatives = vectors.get("negatives", pair[1][:0])
+    own_negative_id = numbers.get("negative_id", own_ids[1, :0])
     return EncodedBatch(
         embeddings=torch.stack(pair),
         ids=own_ids,
         listed=(numbers.get("left_positives"), numbers.get("right_positives")),
-        all_embeddings=torch.stack([distributed.gather_with_grad(side, sizes) for side in pair]),
+        all_embeddings=torch.stack(all_embeddings),
         all_ids=all_ids,
-        negatives=distributed.gather_with_grad(vectors.get("negatives", pair[1][:0]), num_mined),
-        negative_id=distributed.gather(numbers.get("negative_id", own_ids[1, :0]), num_mined),
+        negatives=distributed.gather_with_grad(own_negatives, num_mined),
+        negative_id=distributed.gather(own_negative_id, num_mined),
         sizes=sizes,
         most_copies=most_copies,
         keys=keys,
@@ -91,12 +97,12 @@ def gather_batch(
 
 
 def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Anchors:
-    """Left anchors against all right items, and right anchors against all left ones (X = 2)."""
+    """Arrange left anchors against all right items and right anchors against all left ones (X = 2)."""
     lists = []
     for side, other in ((0, 1), (1, 0)):
         own = (batch.ids[side], batch.ids[other], batch.all_ids[side], batch.all_ids[other])
         lists.append(known_positives(*own, batch.most_copies, batch.listed[side]))
-    # Both directions in one tensor: the shorter lists are padded.
+    # Both directions share one tensor, so the shorter lists are padded in front.
     width = max(positives.shape[1] for positives in lists)
     lists = [pad(positives, (width - positives.shape[1], 0), value=PADDING) for positives in lists]
     return Anchors(
@@ -116,7 +122,7 @@ def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Ancho
 
 
 def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[Anchors]:
-    """Left anchors, with mined negatives among their candidates, and right anchors (X = 1 each)."""
+    """Arrange left anchors, with mined negatives as candidates, and right anchors (X = 1 each)."""
     both = two_towers(batch, num_left, temperature)
     left = both.of_direction(0)
     candidates = torch.cat([left.candidates, batch.negatives[None]], dim=1)
@@ -125,8 +131,9 @@ def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[
 
 
 def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
-    """Both views of each image as anchors against the views of the global batch (X = 1, A = 2b, C =
-    2P)."""
+    """Arrange both views of each image against all views of the batch (X = 1, A = 2b, C = 2P)."""
+    # Candidates are the left views of all images, then the right views: image i is in columns i and
+    # P + i, and the positive of each view is the other one.
     total = sum(batch.sizes)
     own = batch.batch_rows
     image = batch.ids[0]
@@ -159,18 +166,20 @@ def known_positives(
     most_copies: int,
     listed: Tensor | None,
 ) -> Tensor:
-    """(A, K) ascending ids that are not negatives of the anchors, each once, padded in front with
-    -1.
+    """Return (A, K) ids that are not negatives of each anchor: ascending, unique, padded with -1.
 
     Args:
-        ids, partners: (A,) the anchors' items, and those that they are paired with.
-        all_ids, all_partners: (P,) both items of every pair of the batch.
-        most_copies: an item is in at most so many pairs, each of which names a positive.
+        ids: (A,) the anchors' items.
+        partners: (A,) the items that they are paired with.
+        all_ids: (P,) the anchor-side item of every pair of the batch.
+        all_partners: (P,) the other item of every pair.
+        most_copies: upper bound on the pairs that share one item; each names a positive.
         listed: (A, K) further positives, padded with -1; or None.
     """
     positives = partners[:, None]
     if most_copies > 1:
-        # The pairs of an item stand side by side once pairs are sorted by it.
+        # After sorting by item, the pairs of an item are adjacent: its `most_copies` rows from
+        # `first` on hold all of them, and perhaps some of the next item.
         ordered, order = all_ids.sort(stable=True)
         first = torch.searchsorted(ordered, ids)[:, None]
         position = first + torch.arange(most_copies, device=ids.device)
@@ -181,7 +190,7 @@ def known_positives(
         positives = torch.cat([positives, listed], dim=1)
     if positives.shape[1] == 1:
         return positives
-    # Each id once: its copies stand side by side once sorted, and padding sorts to the front.
+    # Remove repeated ids: copies are adjacent once sorted, and padding sorts to the front.
     positives = positives.sort(dim=1).values
     is_repeated = torch.zeros_like(positives, dtype=torch.bool)
     is_repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -9,14 +12,18 @@ from dualenc.seeds import derive_seed
 
 
 class SharedRandom(nn.Module):
-    """A random stream that all ranks share: each draws for the whole global batch, then takes its
-    own rows.
+    """A random stream shared by all ranks: each draws for the global batch, then takes its own
+    rows.
 
-    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and
+    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and for
+    any
     number of ranks.
 
+        random = SharedRandom(seed=0)
+        random.uniform(4, like=embeddings)
+
     Args:
-        seed: start of the sequence.
+        seed: random seed of the stream.
     """
 
     def __init__(self, seed: int) -> None:
@@ -25,21 +32,23 @@ class SharedRandom(nn.Module):
         self.position = 0
 
     def uniform(self, *shape: int, like: Tensor) -> Tensor:
-        """Draws in [0, 1) on the device of `like`; in double precision, which inverse CDFs of large
-        corpora need."""
+        """Return draws in [0, 1) on the device of `like`.
+
+        They are in double precision, which the inverse CDF of a large corpus needs.
+        """
         generator = self._next(like.device)
         return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float64)
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
-        """Integers in [0, high)."""
+        """Return integers drawn uniformly from [0, high)."""
         return torch.randint(high, shape, generator=self._next(device), device=device)
 
     def permutation(self, size: int, device: torch.device) -> Tensor:
-        """(size,) the numbers [0, size) in random order."""
+        """Return (size,) the numbers [0, size) in random order."""
         return torch.randperm(size, generator=self._next(device), device=device)
 
     def get_extra_state(self) -> Tensor:
-        """Seed and number of draws made, for the state dict."""
+        """Return the seed and the number of draws made, for the state dict."""
         return torch.tensor([self.seed, self.position])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -50,3 +59,15 @@ class SharedRandom(nn.Module):
         seed = derive_seed("draw", self.seed, self.position)
         self.position += 1
         return torch.Generator(device).manual_seed(seed)
+
+
+@contextmanager
+def rewound(module: nn.Module) -> Iterator[None]:
+    """Reset the random streams in a module to their current positions on exit."""
+    streams = [child for child in module.modules() if isinstance(child, SharedRandom)]
+    positions = [stream.position for stream in streams]
+    try:
+        yield
+    finally:
+        for stream, position in zip(streams, positions, strict=True):
+            stream.position = position

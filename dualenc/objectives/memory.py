@@ -1,15 +1,18 @@
-"""The latest embeddings of a corpus, what anchors see in them, and the base of GlobalCache and
-NegativeCache.
+"""Sharded memory bank of the latest embedding per item, and the base of two objectives.
 
-Shapes: X directions, A anchors of this rank, G of all ranks, K hidden items of each, N items, n of
-them, D dimension.
+Shapes: X directions, A anchors of this rank, G anchors of all ranks, K hidden items per anchor, N
+items, n some of them, D dimension.
+
+The ranks divide the slots, and every rank computes for the anchors of all ranks, by random numbers
+that all ranks share: an embedding crosses the network only when it is drawn or averaged, and the
+result does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,63 +20,72 @@ from torch.nn.functional import pad
 
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.base import Objective
+from dualenc.objectives.base import CommonArguments, Objective
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.item_tables import first_occurrence, write_rows
 
+# A draw chooses a block of slots first, then a slot inside it: (G, blocks) and (G, block size)
+# numbers are kept in place of (G, N).
 MIN_BLOCK_SIZE = 64  # slots
 MAX_BLOCKS = 2**14
-PART_ENTRIES = 2**22  # of a (G, n) matrix that exist at a time
+PART_ENTRIES = 2**22  # largest (G, n) matrix in memory, in entries
 
 
 class MemoryDraws(NamedTuple):
     """One item per anchor, drawn from its softmax over the memory."""
 
-    keys: Tensor  # (G,) -1 where an anchor sees nothing
-    scores: Tensor  # (G,) s/τ with the remembered embedding; -inf where an anchor sees nothing
-    log_mean: Tensor  # (G,) log of the mean of exp(s/τ) over what an anchor sees; -inf for nothing
+    keys: Tensor  # (G,) -1 if an anchor sees no item
+    scores: Tensor  # (G,) s/τ with the remembered embedding; -inf if an anchor sees no item
+    log_mean: Tensor  # (G,) log of the mean of exp(s/τ) over visible items; -inf if there are none
 
 
 class Attention(NamedTuple):
-    """The anchors' softmax over the memory."""
+    """The softmax of anchors over the memory."""
 
-    items: Tensor  # (n,) those that this rank holds and looked at, by slot
-    shares: Tensor  # (n,) each item's share of their softmax, averaged over the anchors that see anything
-    mean: Tensor  # (G, D) each anchor's mean of what it sees; 0 for nothing
-    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over what an anchor sees; -inf for nothing
+    items: Tensor  # (n,) items of this rank that were scored, by slot
+    # (n,) softmax weight of each item, averaged over the anchors that see any item
+    shares: Tensor
+    mean: Tensor  # (G, D) mean embedding under each anchor's softmax; 0 if it sees no item
+    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over visible items; -inf if there are none
 
 
 class MemoryPart(NamedTuple):
-    """Some of this rank's rows, few enough for a (G, n) matrix."""
+    """A subset of this rank's rows, small enough for a (G, n) matrix."""
 
     items: Tensor  # (n,)
     embeddings: Tensor  # (n, D)
-    shares: Tensor  # (G, n) each anchor's softmax over these rows; 0 where it sees nothing
-    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over these rows; -inf for nothing
+    shares: Tensor  # (G, n) each anchor's softmax over these rows; 0 if it sees none of them
+    log_sum: Tensor  # (G,) log of the sum of exp(s/τ) over these rows; -inf if it sees none
 
 
 class EmbeddingMemory(nn.Module):
     """The latest embedding of each item, divided among ranks; empty slots are never seen.
 
-    Item k has slot k mod `num_slots`: with fewer slots than items, each holds the latest of its
-    class. A rank's *rows* are its slots, whole blocks of them. A *key* names an item, and where
-    wanted the pair that it came with: item = key // keys_per_item. Embeddings are in double
-    precision if they come so, else in single precision on a CPU and in half precision on an
-    accelerator.
+    Item k has slot k mod `num_slots`, so if there are fewer slots than items, each slot holds the
+    latest item of its residue class. The *rows* of a rank are its slots, in whole blocks. A *key*
+    identifies an item and optionally the pair that it came with: item = key // keys_per_item.
+    Embeddings stay in double precision if they come so; otherwise they are stored in single
+    precision
+    on a CPU and in half precision on an accelerator.
 
-    Ranks call every method together, with the same arguments: anchors are those of all ranks. The
-    state dict holds all slots, whatever the number of ranks; `state_dict()` is collective.
+    All ranks must call every method together with the same arguments, which describe the anchors of
+    all
+    ranks. The state dict holds all slots, whatever the number of ranks; `state_dict()` is
+    collective.
+
+        memory = EmbeddingMemory(num_items=1000)
+        memory.write(torch.arange(8), embeddings)
 
     Args:
-        num_items: N.
-        num_slots: by default N.
-        keys_per_item: see above.
+        num_items: N, the number of items.
+        num_slots: number of slots; defaults to N.
+        keys_per_item: number of keys per item.
     """
 
     keys: Tensor
     embeddings: Tensor
-    counts: Tensor | None  # (N,) how often each item counts; None: once
-    num_held: Tensor  # items of this rank, each as often as it counts
+    counts: Tensor | None  # (N,) multiplicity of each item; None if each counts once
+    num_held: Tensor  # number of items in this rank's rows, with multiplicity
 
     def __init__(
         self, num_items: int, num_slots: int | None = None, keys_per_item: int = 1
@@ -84,9 +96,10 @@ class EmbeddingMemory(nn.Module):
         self.has_every_slot = self.num_slots == num_items
         self.keys_per_item = keys_per_item
         self.block_size = max(MIN_BLOCK_SIZE, math.ceil(self.num_slots / MAX_BLOCKS))
-        # At least one slot stays empty: slot `num_slots` belongs to no item.
+        # At least one slot stays empty: `GlobalCache._pool` looks at slot `num_slots` for "no
+        # item".
         self.num_blocks = math.ceil((self.num_slots + 1) / self.block_size)
-        # This rank's rows, allocated with the first write, when the dimension is known.
+        # This rank's rows are allocated by the first write, when the dimension is known.
         self.register_buffer("keys", torch.full((0,), PADDING))
         self.register_buffer("embeddings", torch.zeros(0, 0))
         self.register_buffer("counts", None, persistent=False)
@@ -97,25 +110,28 @@ class EmbeddingMemory(nn.Module):
 
     @property
     def holds_corpus(self) -> bool:
-        """Whether every item has a slot, and the first pass over all of them is done."""
+        """True if every item has a slot and the first pass over the corpus is complete."""
         return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int, counts: Tensor | None = None) -> None:
-        """Set after how many rows of batches it is complete, and how often each item counts (N,),
-        by default once."""
+        """Set the number of batch rows after which the memory counts as full, and multiplicities
+        (N,).
+        """
         self.counts = counts
         self._count_all()
+        # With fewer slots than items, two passes over the slots fill nearly all of them.
         self.num_expected = num_rows if self.has_every_slot else min(num_rows, 2 * self.num_slots)
 
     def count(self, num_rows: int) -> bool:
-        """Count rows of a batch; whether they complete the memory for the first time."""
+        """Count rows of a batch; return True if they complete the memory for the first time."""
         before = self.num_seen
         self.num_seen += num_rows
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
-        """Remember embeddings (n, D) of keys (n,), -1 for none; of a slot's duplicates the first
-        counts."""
+        """Store embeddings (n, D) under keys (n,), -1 for none; the first of a slot's duplicates
+        wins.
+        """
         own = self._own_slots
         if self.embeddings.shape[1] == 0:
             self.keys = keys.new_full((own.stop - own.start,), PADDING)
@@ -127,40 +143,42 @@ class EmbeddingMemory(nn.Module):
         first = first_occurrence(slots, preferred=is_item)
         is_first = first == torch.arange(len(keys), device=keys.device)
         rows = slots - own.start
-        # A single process holds all rows, and selecting them would wait for the device.
+        # A single process holds all rows; selecting them by a mask would wait for the device.
         if distributed.is_initialized():
             is_own = (rows >= 0) & (rows < len(self.keys))
             rows = rows[is_own]
             first = first[is_own]
             is_first = is_first[is_own]
+        # `num_held` is updated by the difference: counting all rows again would cost O(N) per step.
         replaced = self._counts_of(self._items_at(rows))
-        # Selecting the items would wait, too: padding writes what is there.
+        # Padding rewrites the present value, because selecting the items would wait for the device,
+        # too.
         write_rows(self.keys, rows, keys[first], is_item[first])
         self.num_held += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
-        """(n,) the items to encode anew in this step, on the CPU: a share of all per step, in
-        turn."""
+        """Return (n,) items to re-encode in this step, on the CPU: a share of the corpus, in turn."""
         step = self.num_refreshes
         self.num_refreshes += 1
-        # Epsilon, so that 100 steps of 1 % cover the corpus despite rounding.
+        # Epsilon, so that 100 steps of 1% cover the corpus despite rounding.
         start = int(step * share * self.num_items + 1e-9)
         stop = int((step + 1) * share * self.num_items + 1e-9)
         return torch.arange(start, stop) % self.num_items
 
     def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, D) remembered embeddings of items (n,), 0 where none; (n,) whether there is one."""
+        """Return (n, D) stored embeddings of items (n,), 0 if absent, and (n,) True where present."""
         rows, is_known = self._find(items)
         remembered = like.new_zeros(len(items), like.shape[-1])
         if len(self.keys):
             remembered = self._embeddings_at(rows, like) * is_known[:, None]
-        # One rank at most knows an item.
+        # At most one rank holds an item, so the sum over ranks is its embedding.
         return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
 
     def num_negatives(self, hidden: Tensor) -> Tensor:
-        """(G,) remembered items that anchors see, each as often as it counts; `hidden` (G, K) see
-        `draw`."""
+        """Return (G,) the number of visible items per anchor, with multiplicity; `hidden`: see
+        `draw`.
+        """
         _, is_known = self._find(hidden)
         return distributed.all_reduce(
             self.num_held - (self._counts_of(hidden) * is_known).sum(dim=1)
@@ -168,12 +186,13 @@ class EmbeddingMemory(nn.Module):
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor) -> MemoryDraws:
-        """Draw an item per anchor from its softmax: first a block of items, then one of the block.
+        """Draw one item per anchor from its softmax: first a block of items, then an item of the
+        block.
 
         Args:
-            queries: (G, D) anchors over τ.
+            queries: (G, D) anchors divided by τ.
             hidden: (G, K) items that an anchor does not see, padded with -1.
-            uniform: (2, G) draws in [0, 1).
+            uniform: (2, G) draws in [0, 1), for the block and for the item.
         """
         block_sums = [queries.new_zeros(len(queries), 0)]
         for rows in self._parts(queries):
@@ -181,6 +200,8 @@ class EmbeddingMemory(nn.Module):
             by_block = logits.unflatten(1, (-1, self.block_size))
             block_sums.append(by_block.logsumexp(dim=2))
         log_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
+        # Each rank has an interval of [0, 1) as long as its share of the sum, in rank order. The
+        # rank whose interval contains the first draw makes the draw.
         rank_sums = _by_rank(log_sums.logsumexp(dim=1))  # (ranks, G)
         log_sum = rank_sums.logsumexp(dim=0)
         rank_shares = torch.exp(rank_sums - log_sum).nan_to_num(0.0)
@@ -190,14 +211,15 @@ class EmbeddingMemory(nn.Module):
         keys = torch.full_like(target, PADDING, dtype=torch.long)
         scores = torch.full_like(target, -torch.inf)
         if len(self.keys):
-            # What is left of the first draw places it among this rank's blocks.
+            # The position of the first draw inside this rank's interval is uniform in [0, 1) again,
+            # and chooses the block.
             inside = ((target - start) / (end - start)).nan_to_num(0.0)
             block_shares = torch.softmax(log_sums, dim=1).nan_to_num(0.0)
             block = inverse_cdf(block_shares, inside)
             own_keys, own_scores = self._draw_in_block(queries, hidden, block, uniform[1])
             keys = torch.where(is_own, own_keys, keys)
             scores = torch.where(is_own, own_scores, scores)
-        # One rank at most has drawn for an anchor; the others bring less than any key or score.
+        # At most one rank has drawn for an anchor; the others contribute the minimum.
         keys = distributed.all_reduce(keys, "max")
         scores = distributed.all_reduce(scores, "max")
         log_mean = log_sum - self.num_negatives(hidden).clamp(min=1).log()
@@ -205,25 +227,28 @@ class EmbeddingMemory(nn.Module):
 
     @torch.no_grad()
     def attend(self, queries: Tensor, hidden: Tensor, slots: Tensor | None = None) -> Attention:
-        """The anchors' softmax: the shares of this rank's items, and the mean that each anchor
-        sees.
+        """Compute the softmax over the memory: weights of this rank's items, and each anchor's
+        mean.
 
         Args:
-            queries, hidden: see `draw`.
-            slots: (n,) ascending slots to look at; by default all.
+            queries: (G, D) anchors divided by τ.
+            hidden: (G, K) items that an anchor does not see, padded with -1.
+            slots: (n,) ascending slots to score; defaults to all.
         """
 
         def weigh(rows: Tensor) -> MemoryPart:
             items, embeddings, logits = self._logits(rows, queries, hidden)
-            # NaN for an anchor that sees nothing.
+            # The softmax of a row of -inf is NaN: an anchor that sees no item.
             shares = torch.softmax(logits, dim=1).nan_to_num_(0.0)
-            # The largest share is 1/Σ exp(s/τ − peak): no second pass over all exponents.
+            # The largest weight is exp(0)/Σ exp(s/τ − peak), so the log-sum costs no second pass of
+            # exponents.
             log_sum = logits.amax(dim=1) - shares.amax(dim=1).log()
             log_sum = log_sum.nan_to_num(nan=-torch.inf, posinf=-torch.inf)
             return MemoryPart(items, embeddings, shares, log_sum)
 
         all_rows = self._parts(queries, slots)
-        # A single part is kept for the second pass; several would not fit, and are computed again.
+        # A single part is kept for the second pass. Several would not fit in memory and are
+        # recomputed.
         single = [weigh(all_rows[0])] if len(all_rows) == 1 else None
         log_sum = queries.new_full((len(queries),), -torch.inf)
         for part in single or map(weigh, all_rows):
@@ -244,8 +269,9 @@ class EmbeddingMemory(nn.Module):
         return Attention(torch.cat(items), torch.cat(shares), mean, log_sum)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Ascending rows (n,) of this rank, of slots or all, in parts; those of all rows are whole
-        blocks."""
+        """Split this rank's rows of slots (or all) into ascending parts; all rows make whole
+        blocks.
+        """
         if slots is None or not len(self.keys):
             rows = torch.arange(len(self.keys), device=queries.device)
         else:
@@ -261,23 +287,31 @@ class EmbeddingMemory(nn.Module):
     def _logits(
         self, rows: Tensor, queries: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(n,) items and (n, D) embeddings of ascending rows, and (G, n) s/τ plus the log of each
-        item's count, -inf for what is not seen."""
+        """Score ascending rows (n,) of this rank.
+
+        Returns:
+            (n,) items; (n, D) embeddings; (G, n) s/τ plus the log of each item's multiplicity, -inf
+            for
+            hidden items and empty slots.
+        """
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
+        # An item that counts c times adds log c to its logit; an empty slot adds log 0 = -inf.
         log_counts = self._counts_of(items).to(queries).log()
         logits = torch.addmm(log_counts, queries, embeddings.T)
         hidden_rows = hidden % self.num_slots - self._own_slots.start
         column = torch.searchsorted(rows, hidden_rows).clamp(max=len(rows) - 1)  # (G, K)
         is_hidden = (items[column] == hidden) & (hidden != PADDING)
-        # Added, not written: a column may be that of a hidden item and of padding at once.
+        # Added rather than assigned: padding may share a column with a hidden item, and would
+        # unhide it.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
         return items, embeddings, logits.scatter_add_(1, column, penalty)
 
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(G,) keys and (G,) scores of an item drawn from each anchor's block (G,) of this rank."""
+        """Draw an item from each anchor's block (G,) of this rank; return (G,) keys and scores."""
+        # In chunks of anchors: (g, block size, D) embeddings are gathered at a time.
         drawn_rows = []
         drawn_scores = []
         in_block = torch.arange(self.block_size, device=block.device)
@@ -295,28 +329,27 @@ class EmbeddingMemory(nn.Module):
         return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
 
     def _count_all(self) -> None:
-        """Count what this rank holds; `write` keeps count from there on."""
+        """Count the items of this rank; `write` updates the number from then on."""
         self.num_held.copy_(self._counts_of(self._items_at(slice(None))).sum())
 
     def _counts_of(self, items: Tensor) -> Tensor:
-        """(…) how often items (…) count; 0 for -1, an empty slot."""
+        """Return (…) the multiplicity of items (…); 0 for -1, an empty slot."""
         is_item = (items != PADDING).double()
         return is_item if self.counts is None else is_item * self.counts[items.clamp(min=0)]
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
-        """(…) the items in rows (…) of this rank; -1 for an empty one, which floor division
-        keeps."""
+        """Return (…) the items in rows (…) of this rank; -1 if empty, which floor division keeps."""
         keys = self.keys[rows]
         return keys if self.keys_per_item == 1 else keys // self.keys_per_item
 
     def _embeddings_at(self, rows: Tensor, like: Tensor) -> Tensor:
-        """(…, D) the embeddings in rows (…) of this rank."""
-        # Several times as fast as indexing with them.
+        """Return (…, D) the embeddings in rows (…) of this rank."""
+        # index_select is several times as fast as indexing.
         selected = self.embeddings.index_select(0, rows.flatten())
         return selected.view(*rows.shape, self.embeddings.shape[1]).to(like)
 
     def _find(self, items: Tensor) -> tuple[Tensor, Tensor]:
-        """(…) rows of items (…), any row where this rank has none; (…) whether it has one."""
+        """Return (…) rows of items (…), any valid row if absent, and (…) True where present."""
         rows = items % self.num_slots - self._own_slots.start
         if not len(self.keys):
             return rows, torch.zeros_like(items, dtype=torch.bool)
@@ -325,12 +358,12 @@ class EmbeddingMemory(nn.Module):
 
     @property
     def _own_slots(self) -> slice:
-        """The slots of this rank: whole blocks, the last of which may go beyond `num_slots`."""
+        """Slots of this rank: whole blocks, the last of which may extend beyond `num_slots`."""
         blocks = distributed.rank_slice(self.num_blocks)
         return slice(blocks.start * self.block_size, blocks.stop * self.block_size)
 
     def get_extra_state(self) -> Tensor:
-        """Rows seen and refreshes made, for the state dict."""
+        """Return the numbers of rows seen and refreshes made, for the state dict."""
         return torch.tensor([self.num_seen, self.num_refreshes])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -358,20 +391,24 @@ class EmbeddingMemory(nn.Module):
 
 
 class MemoryObjective(Objective):
-    """Base of the objectives that remember the latest embedding of every item, from which the value
-    of the loss is taken; `reports_loss` is False until as many pairs were seen as there are.
+    """Base of the objectives with a memory bank of all items, which also gives the value of the
+    loss.
+
+    `reports_loss` is False until as many pairs were seen as the data has.
 
     Args:
-        **common: see `Objective`; num_left (and num_right) are needed, and `encode` in forward.
+        **common: see `Objective`. num_left is required (and num_right, if it differs), and `encode`
+            in
+            `forward`.
     """
 
-    memories: Sequence[EmbeddingMemory]  # of each direction's candidates
+    memories: Sequence[EmbeddingMemory]  # for each direction's candidates
 
     needs_num_left = True
     needs_encode = True
     estimates_partition = True
 
-    def __init__(self, **common: Any) -> None:
+    def __init__(self, **common: Unpack[CommonArguments]) -> None:
         super().__init__(**common)
         sizes = [self.corpus.num_items(direction) for direction in self.directions]
         self.memories = nn.ModuleList(map(EmbeddingMemory, sizes))  # type: ignore[assignment]
@@ -379,44 +416,47 @@ class MemoryObjective(Objective):
 
     @property
     def reports_loss(self) -> bool:
+        """True if the memories hold the whole corpus."""
         return all(memory.holds_corpus for memory in self.memories)
 
     def remember(self, anchors: Anchors, items: Tensor, embeddings: Tensor) -> None:
-        """Write items (X, n) and their embeddings (X, n, D), the batch's first; -1 for none."""
+        """Write items (X, n), -1 for none, and embeddings (X, n, D); the batch comes first."""
         for x, direction in enumerate(anchors.directions):
             self.memories[direction].write(items[x], embeddings[x])
-            # The rest does not count: batches alone pass through the corpus.
+            # Draws and mined negatives do not count: the batches alone pass through the corpus.
             self.memories[direction].count(anchors.num_batch)
 
 
 def draw_per_anchor(
     memories: Sequence[EmbeddingMemory], anchors: Anchors, uniform: Tensor
 ) -> MemoryDraws:
-    """`EmbeddingMemory.draw` for this rank's anchors, all (X, A), from the memories of their
-    directions.
+    """Draw from the memories for this rank's anchors; all tensors of the result are (X, A).
 
-    Every rank draws for the global batch, by uniform (2, directions, G), so that any number of
-    ranks draws the same.
+    Every rank draws for the global batch with the same uniform (2, directions, G), so that the
+    draws do
+    not depend on the number of ranks.
     """
     queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
     hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
     draws = []
     for x, direction in enumerate(anchors.directions):
         draws.append(memories[direction].draw(queries[x], hidden[x], uniform[:, direction]))
-    return MemoryDraws(
-        *(torch.stack(values)[:, anchors.batch_rows] for values in zip(*draws, strict=True))
-    )
+    by_field = [torch.stack(values) for values in zip(*draws, strict=True)]  # (X, G) each
+    return MemoryDraws(*(values[:, anchors.batch_rows] for values in by_field))
 
 
 def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
-    """(num_draws,) ascending items, the same on all ranks; item z is drawn num_draws·share_z times,
-    rounded up or down.
+    """Draw (num_draws,) ascending items, the same on all ranks, by systematic sampling.
 
-    One number, uniform (1,) in [0, 1), places all draws at equal distances along the cumulative
-    shares (systematic sampling); all are -1 where all shares are 0. Each rank draws where its
-    shares are, so that any number of ranks makes the same draws.
+    Item z is drawn num_draws·share_z times, rounded up or down. A single number, uniform (1,) in
+    [0,
+    1), places all draws at equal distances along the cumulative shares, which has less variance
+    than
+    independent draws. Each rank draws where its shares are, so that any number of ranks makes the
+    same
+    draws. All draws are -1 if all shares are 0.
     """
-    # A first item of share 0, since a rank may have looked at nothing.
+    # A dummy item of share 0 comes first, since this rank may have scored nothing.
     items = pad(attention.items, (1, 0), value=PADDING)
     cumulative = pad(attention.shares, (1, 0)).cumsum(dim=0, dtype=torch.float64)
     start, end, total = _own_interval(_by_rank(cumulative[-1]))
@@ -428,9 +468,12 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """(…) a column drawn from each row of weights (…, C) ≥ 0, which need not sum to 1; the last for
-    rows of zeros. By draws (…) in [0, 1), in double precision: no product with the sum reaches a
-    column of weight 0."""
+    """Draw a column from each row of weights (…, C) ≥ 0; return (…) columns.
+
+    Weights need not sum to 1, and rows of zeros give the last column. The draws, uniform (…) in [0,
+    1),
+    are scaled in double precision: no product with the sum then reaches a column of weight 0.
+    """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[..., None] * cumulative[..., -1:]
     column = torch.searchsorted(cumulative, target, right=True)[..., 0]
@@ -438,13 +481,16 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _by_rank(value: Tensor) -> Tensor:
-    """(ranks, …) every rank's value (…)."""
+    """Return (ranks, …) the values (…) of all ranks."""
     return distributed.gather(value[None], [1] * distributed.world_size())
 
 
 def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(…) where this rank's interval of the cumulative sum of values (ranks, …) starts and ends,
-    and (…) their sum."""
+    """Split the cumulative sum of values (ranks, …) by rank.
+
+    Returns:
+        (…) start and (…) end of this rank's interval, and (…) the total.
+    """
     ends = values.cumsum(dim=0)
     bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
     return bounds[distributed.rank()], bounds[distributed.rank() + 1], ends[-1]
