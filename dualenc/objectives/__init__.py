@@ -1,16 +1,16 @@
 """Objectives of the global contrastive loss, each usable in any training loop.
 
-What they extend is InfoNCE, which without this package is
+They extend InfoNCE, which in plain torch is
 
     scores = left @ right.T / temperature      # (B, B), left[i] belongs to right[i]
     pairs = torch.arange(len(scores))
     loss = (cross_entropy(scores, pairs) + cross_entropy(scores.T, pairs)) / 2
 
-`InfoNCE()(left, right, ids).loss` is this number (`tests/objectives/test_in_batch.py`). The frame
-adds items that are in several pairs, known positives and mined negatives (`batch.py`), blocks of
-anchors (`Anchors.in_blocks`), candidates of all ranks, weights, and checks of the input. An
-objective adds how much each negative of the *corpus* weighs: `plan` chooses items outside the
-batch, `losses` weighs them.
+`InfoNCE()(left, right, ids).loss` is this number (`tests/objectives/test_in_batch.py`). The base
+class adds items that occur in several pairs, known positives and mined negatives (`batch.py`),
+blocks of anchors (`Anchors.in_blocks`), candidates of all ranks, weights, and input checks. An
+objective adds the weight of each negative of the *corpus*: `plan` chooses items outside the batch,
+and `losses` weighs them.
 """
 
 from dualenc.objectives.base import Objective, ObjectiveOutput

@@ -1,4 +1,4 @@
-"""Metrics of the batch, the same for every objective, so that runs can be compared."""
+"""Metrics of the batch, computed alike for every objective, so that runs can be compared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dualenc.objectives.anchors import Anchors, log_mean
 def batch_metrics(
     directions: list[Anchors], log_num_negatives: Callable[[Anchors], Tensor]
 ) -> dict[str, Tensor]:
-    """In-batch estimate of L(θ), share of anchors whose positive is above all negatives, similarity
-    of positives, τ.
+    """Compute the in-batch estimate of L(θ), the accuracy, the similarity of positives, and τ.
+
+    The accuracy is the share of anchors whose positive scores above all negatives.
 
     Args:
         directions: all anchors of this rank.
-        log_num_negatives: gives (X, A) the log of the number of negatives that anchors have in the
-            corpus.
+        log_num_negatives: function that returns (X, A) the log of the number of negatives of each
+            anchor in the corpus.
     """
     estimates = []  # (X,) each
     accuracies = []
@@ -29,7 +30,7 @@ def batch_metrics(
         has_negatives = batch_mean > -torch.inf
         positive = anchors.positive_scores
         estimate = batch_mean + log_num_negatives(anchors) - positive
-        # A rank without anchors, or anchors without negatives, report 0, not NaN.
+        # A rank without anchors, and anchors without negatives, report 0 instead of NaN.
         estimate = estimate.where(has_negatives, 0.0).sum(dim=-1)
         estimates.append(estimate / has_negatives.sum(dim=-1).clamp(min=1))
         accuracies.append((positive > hardest).to(positive).mean(dim=-1).nan_to_num())
@@ -44,7 +45,7 @@ def batch_metrics(
 
 def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, Tensor]:
     logits = block.logits  # (X, a, C)
-    # A rank with no candidates at all has no maximum.
+    # With no candidates there is no maximum.
     hardest = logits.amax(dim=-1) if logits.shape[-1] else block.positive_scores
-    # Mined negatives, harder than most, stand for no others.
+    # Mined negatives are harder than most items, and would bias the estimate.
     return log_mean(logits[..., : block.num_batch]), hardest

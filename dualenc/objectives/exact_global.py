@@ -5,29 +5,34 @@ Shapes: X directions, A anchors, n items of a chunk.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dualenc.objectives.anchors import PADDING, Anchors, is_listed
-from dualenc.objectives.base import Estimate, Objective
+from dualenc.objectives.base import CommonArguments, Estimate, Objective
 from dualenc.objectives.checks import check_count
 from dualenc.objectives.outside_items import OutsideEncoder
 
 
 class ExactGlobal(Objective):
-    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus: L(θ) itself (Yau et al. 2024,
-    arXiv:2404.10575, Eq. 1 and 4).
+    """−s⁺/τ + log Σ_z exp(s_z/τ) over every negative z of the corpus.
 
-    The corpus is encoded in chunks, three times: for the log-sum, for the gradient, and in the
-    backward pass. Use it to check estimators and on small sets. With views, every image counts with
-    the two views that `encode` gives.
+    This is L(θ) itself (Yau et al. 2024, arXiv:2404.10575, Eq. 1 and 4). The corpus is encoded in
+    chunks, three times: for the log-sum, for the gradient, and in the backward pass. Use it to
+    check
+    estimators and for small corpora. With views, every image counts with the two views that
+    `encode`
+    returns.
+
+        criterion = ExactGlobal(num_left=m, num_right=n)
+        criterion(left, right, left_id, right_id, encode=encode).loss.backward()
 
     Args:
-        corpus_chunk_size: items encoded at a time.
-        **common: see `Objective`; num_left (and num_right) are needed.
+        corpus_chunk_size: number of items encoded at a time.
+        **common: see `Objective`; num_left is required (and num_right, if it differs).
     """
 
     needs_num_left = True
@@ -35,7 +40,7 @@ class ExactGlobal(Objective):
     estimates_partition = True
     encodes_in_backward = True
 
-    def __init__(self, *, corpus_chunk_size: int = 1024, **common: Any) -> None:
+    def __init__(self, *, corpus_chunk_size: int = 1024, **common: Unpack[CommonArguments]) -> None:
         super().__init__(**common)
         check_count("corpus_chunk_size", corpus_chunk_size)
         self.corpus_chunk_size = corpus_chunk_size
@@ -47,15 +52,16 @@ class ExactGlobal(Objective):
         chunks = list(zip(items.split(size, dim=1), log_counts.split(size, dim=1), strict=True))
 
         def scores_and_counts(items: Tensor, log_counts: Tensor) -> tuple[Tensor, Tensor]:
-            """(X, A, n) s/τ of items (X, n); (X, A, n) log of how often each counts as a negative,
-            -inf for never."""
+            """Return (X, A, n) s/τ of items (X, n), and (X, A, n) log multiplicity as a negative or
+            -inf.
+            """
             embeddings = encoder(items, anchors.directions)  # (X, n, D)
             scores = anchors.embeddings @ embeddings.mT / anchors.temperature
             is_positive = is_listed(items.to(scores.device), anchors.hidden_items)  # (X, A, n)
             return scores, log_counts[:, None].to(scores).masked_fill(is_positive, -torch.inf)
 
-        # Each p(z) needs the whole sum, so the first pass computes it, and keeps no activations of
-        # the encoder.
+        # Each p(z) needs the whole sum. The first pass computes it, and keeps no activations of the
+        # encoder.
         with torch.no_grad():
             log_partition = torch.full_like(anchors.positive_scores, -torch.inf)
             for chunk in chunks:
@@ -65,9 +71,9 @@ class ExactGlobal(Objective):
         self.record(log_partition=log_partition)
 
         def chunk_gradient(items: Tensor, log_counts: Tensor) -> Tensor:
-            """(X, A) zeros with the gradient Σ_z p(z)·∇s_z/τ over the chunk."""
+            """Return (X, A) zeros with the gradient Σ_z p(z)·∇s_z/τ over the chunk."""
             scores, counts = scores_and_counts(items, log_counts)
-            # An anchor without negatives only pulls its positive.
+            # An anchor without negatives is only attracted to its positive.
             log_sum = log_partition.nan_to_num(neginf=0.0)[..., None]
             weights = torch.exp(scores.detach() + counts - log_sum)  # (X, A, n)
             return Estimate.apply(torch.zeros_like(log_partition), scores, weights)
@@ -76,14 +82,15 @@ class ExactGlobal(Objective):
         value = self.log_odds(log_partition, positive[..., 0])
         losses: Tensor = Estimate.apply(value, positive, torch.full_like(positive, -1.0))
         for chunk in chunks:
-            # The backward pass encodes a chunk again, so that one chunk's activations exist at a
-            # time.
+            # The backward pass encodes each chunk again, so that activations of a single chunk
+            # exist at a time.
             losses = losses + checkpoint(chunk_gradient, *chunk, use_reentrant=False)
         return losses
 
     def _corpus(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """(X, n) all candidate items of each direction, padded with -1; (X, n) log of how often
-        each counts."""
+        """Return (X, n) all candidate items per direction, padded with -1, and (X, n) log
+        multiplicity.
+        """
         sizes = [self.corpus.num_items(direction) for direction in anchors.directions]
         items = torch.full((len(sizes), max(sizes)), PADDING)
         counts = torch.zeros(items.shape, dtype=torch.float64)

@@ -13,18 +13,27 @@ from dualenc.objectives.memory import inverse_cdf
 
 
 class ISIR(ChainObjective):
-    """Each negative is weighted by its share of the softmax over the chain's state and all
-    proposals, from which the next state is drawn.
+    """Weighs negatives by the softmax over a chain's state and all proposals.
 
-    The softmax over the whole corpus is the chain's invariant law if the proposals are distinct and
-    uniform, and the state counts separately unless it is one of them. Source: Andrieu, Lee and
-    Vihola 2018 (arXiv:1312.6432); the weights, Cardoso et al. 2022 (arXiv:2207.06364). Its variance
-    is lower than that of Metropolis–Hastings (`EMC2`), but states outside the batch are always
-    encoded. With views a chain moves between images, each with its two views.
+    The next state is drawn from the same softmax. If the proposals are distinct and uniform, and
+    the
+    state counts separately unless it is one of them, the chain's invariant law is the softmax over
+    the
+    whole corpus. Source: Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the weights, Cardoso et
+    al.
+    2022 (arXiv:2207.06364). The variance is lower than that of Metropolis–Hastings (`EMC2`), but
+    states
+    outside the batch are always encoded. With views a chain moves between images, each with both of
+    its
+    views.
 
     With proposals="batch" copies of an item are distinguished by the other item of their pair. A
-    pair that is in the data twice, both ids alike, is taken for one (docs/objectives.md): leave it
-    out.
+    pair
+    that occurs twice with the same ids counts as one (docs/objectives.md), so remove such
+    duplicates.
+
+        criterion = ISIR(num_left=m, num_right=n, proposals=64)
+        criterion(left, right, left_id, right_id, encode=encode).loss.backward()
 
     Args:
         **chains: see `ChainObjective`.
@@ -37,13 +46,11 @@ class ISIR(ChainObjective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
         proposed, outside_scores = self.embedded(anchors, plan, outside)
-        # Drawn for the global batch, so that any number of ranks makes the same moves.
-        uniform = self.draws.uniform(
-            len(anchors.directions), anchors.num_batch, like=anchors.embeddings
-        )
-        uniform = uniform[:, anchors.batch_rows]
-        # A state whose own pair is proposed must not count twice; views of an image are proposed
-        # together.
+        # Drawn for the global batch, so that the moves do not depend on the number of ranks.
+        shape = (len(anchors.directions), anchors.num_batch)
+        uniform = self.draws.uniform(*shape, like=anchors.embeddings)[:, anchors.batch_rows]
+        # A state whose own pair is among the proposals must not count twice. The two views of an
+        # image are proposed together.
         is_proposed, _ = find(plan.keys, plan.chain.state[..., None])
         counts_separately = (plan.chain.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
         log_copies = self._log_copies(plan.keys)
@@ -72,7 +79,7 @@ class ISIR(ChainObjective):
         return losses
 
     def items_of_state(self, state: Tensor) -> Tensor:
-        """Both views of the state's image."""
+        """Return both views of the state's image."""
         if not self.views:
             return super().items_of_state(state)
         left_view = state // 2 * 2
@@ -80,14 +87,16 @@ class ISIR(ChainObjective):
         return views.where(state[..., None] != NO_STATE, NO_STATE)
 
     def keys_of_draws(self, ids: Tensor) -> Tensor:
-        """Both views of each image; items of no pair otherwise."""
+        """Return both views of each image; without views, items without a pair."""
         if self.views:
             return torch.cat([2 * ids, 2 * ids + 1], dim=1)
         return self.keys_of(ids)
 
     def _log_copies(self, keys: Tensor) -> Tensor:
-        """(X, C) log of how often each draw from the corpus is drawn, so that copies count once; 0
-        for the batch."""
+        """Return (X, C) log of the number of times each item was drawn, so that copies count once.
+
+        It is 0 if the batch makes the proposals: its copies are pairs of their own.
+        """
         if self.proposals == "batch":
             return torch.zeros_like(keys, dtype=torch.float32)
         ordered = keys.sort(dim=1).values
@@ -96,11 +105,11 @@ class ISIR(ChainObjective):
         return (end - first).float().log()
 
     def _drawn_keys(self, plan: ChainPlan, drawn: Tensor) -> Tensor:
-        """(X, A) the keys in the drawn columns (X, A); columns from C on are the state's."""
+        """Return (X, A) the keys in the drawn columns (X, A); columns from C on mean the state."""
         num_proposals = plan.keys.shape[1]
         staying = plan.chain.state
         if self.views:
-            # An image that stays is stored as the view that was drawn.
+            # If the chain stays on its image, the view that was drawn is stored.
             view = (drawn - num_proposals).clamp(min=0)
             staying = self.items_of_state(staying).gather(-1, view[..., None])[..., 0]
         proposed = plan.keys.gather(1, drawn.clamp(max=num_proposals - 1))
@@ -108,10 +117,19 @@ class ISIR(ChainObjective):
 
 
 def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One transition of each chain, by log weights of proposals (X, A, C) and of the state (X, A,
-    S), and draws (X, A): (X, A, C + S) the softmax over both; (X, A) the column of the next state,
-    C or more where it stays."""
+    """Make one transition of each chain.
+
+    Args:
+        proposed: (X, A, C) log weights of the proposals.
+        states: (X, A, S) log weights of the states.
+        uniform: (X, A) draws in [0, 1).
+
+    Returns:
+        (X, A, C + S) the softmax over both; (X, A) the column of the next state, C or more if the
+        chain
+        stays.
+    """
     logits = torch.cat([proposed, states], dim=-1)
-    # A row of -inf only is 0/0.
+    # The softmax of a row of -inf is 0/0.
     weights = torch.softmax(logits, dim=-1).nan_to_num(0.0)
     return weights, inverse_cdf(weights, uniform)

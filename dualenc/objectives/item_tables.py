@@ -1,7 +1,6 @@
-"""Tables with a row per item: moving averages in the log domain, and writes where an item has
-several rows.
+"""Tables with a row per item: moving averages in the log domain, and writes with duplicate items.
 
-All ranks write the same values, so tables are equal everywhere and any rank can save them.
+All ranks write the same values, so the tables are equal everywhere and any rank can save them.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from torch import Tensor
 
 
 def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
-    """The log of u ← (1 − rate)·u + rate·value, element by element, so that exp never overflows.
+    """Return the log of u ← (1 − rate)·u + rate·value, elementwise and without overflow.
 
     Args:
         log_old: log u; NaN for an item that was never visited, whose average becomes its first
             value.
-        log_new: log of the new values; -inf (an anchor without negatives) leaves the old.
-        rate: share of the new value, in (0, 1].
+        log_new: log of the new values; -inf (an anchor without negatives) keeps the old one.
+        rate: weight of the new value, in (0, 1].
     """
     updated = log_new
     if rate < 1:
@@ -29,12 +28,12 @@ def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
 
 
 def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
-    """(n,) for each row, the first row with the same id (n,), or the first `preferred` (n,) one.
+    """Return (n,) for each row the first row with the same id (n,), or the first `preferred` one.
 
     Indexing with it makes duplicates write one value: which of several writes to a row wins is
     undefined on a GPU.
     """
-    # Even keys for preferred rows, odd ones for others: the smallest key of an id sorts first.
+    # Preferred rows have even sort keys, others odd ones: a preferred row of an id sorts first.
     smallest = 2 * ids
     keys = smallest
     if preferred is not None:
@@ -44,19 +43,24 @@ def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
-    """(n,) the mean of the usable values (n,) of the same item, by `first_occurrence`; (n,) whether
-    it has any."""
+    """Average the usable values (n,) of the same item, as grouped by `first_occurrence`.
+
+    Returns:
+        (n,) the mean of each row's item; (n,) True if the item has any usable value.
+    """
     total = torch.zeros_like(values).index_add(0, first, values.masked_fill(~usable, 0.0))[first]
     count = torch.zeros_like(values).index_add(0, first, usable.to(values))[first]
     return total / count.clamp(min=1), count > 0
 
 
 def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Tensor) -> None:
-    """Write logs (n,) into rows (n,) of a table where `usable` (n,); an item with several rows (two
-    views, several captions) takes the log of their mean."""
+    """Write logs (n,) into rows (n,) of a table where `usable` (n,).
+
+    If an item has several rows (two views, several captions), the log of their mean is written.
+    """
     first = first_occurrence(rows)
     log_values = log_values.masked_fill(~usable, -torch.inf)
-    # Scaled by the largest of an item's values, so that exp stays in range.
+    # Divided by the largest value of the item, so that exp stays in range.
     peak = torch.full_like(log_values, -torch.inf)
     peak = peak.scatter_reduce(0, first, log_values, reduce="amax")[first]
     mean, written = mean_over_duplicates(torch.exp(log_values - peak), usable, first)
@@ -64,6 +68,5 @@ def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Ten
 
 
 def write_rows(table: Tensor, rows: Tensor, values: Tensor, written: Tensor) -> None:
-    """Write values (n,) into the rows (n,) of a table where `written` (n,); duplicates must bring
-    equal values."""
+    """Write values (n,) into rows (n,) of a table where `written` (n,); duplicates must be equal."""
     table[rows] = torch.where(written, values.to(table), table[rows])

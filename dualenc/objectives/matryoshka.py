@@ -27,40 +27,39 @@ SHARED_SETTINGS = (
     *("needs_num_left", "needs_encode", "remedy_for_other_batches", "encodes_in_backward"),
     *("takes_mined", "momentum"),
 )
-"""Attributes that all lengths have in common."""
+"""Attributes that `Matryoshka` takes over from the wrapped objective."""
 
 
 class Matryoshka(Objective):
-    """The mean over d in `dims` of an objective of the first d components, scaled to length one.
+    """The mean over d in `dims` of an objective of the first d components, normalized.
+
+    Each length has a copy of the objective with its own memory. Items that several lengths ask for
+    are
+    encoded once. Source: Kusupati et al. 2022, "Matryoshka representation learning",
+    arXiv:2205.13147,
+    Eq. 1, with equal weights.
 
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
 
-    Source: Kusupati et al. 2022, "Matryoshka representation learning", arXiv:2205.13147, Eq. 1,
-    with equal weights. Each length has a copy of the objective with its own memory. Items that
-    several lengths ask for are encoded once.
-
     Args:
-        objective: what is trained at every length.
-        dims: lengths, each at most D, the size of the embeddings.
+        objective: objective to train at every length.
+        dims: lengths, each at most D, the dimension of the embeddings.
     """
 
-    objectives: Sequence[Objective]  # of each length, ascending
+    objectives: Sequence[Objective]  # by length, ascending
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
         nn.Module.__init__(self)
         if not isinstance(objective, Objective):
-            problem = f"is of type {type(objective).__name__}; give an objective of this package"
-            fail("objective", problem)
+            problem = f"is of type {type(objective).__name__}"
+            fail("objective", problem, "pass an objective of this package")
         if not isinstance(dims, Iterable):
-            fail("dims", f"is {dims!r}; give several lengths, such as [64, 128, 256]")
+            fail("dims", f"is {dims!r}", "pass several lengths, such as [64, 128, 256]")
         for length in dims:
             check_count("dims", length)
         lengths = sorted(dims)
         if not lengths or len(set(lengths)) < len(lengths):
-            fail(
-                "dims",
-                f"are {list(dims)}; give different whole numbers above 0, such as [64, 128, 256]",
-            )
+            fail("dims", f"are {list(dims)}", "pass distinct lengths, such as [64, 128, 256]")
         self.dims = lengths
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]
         self.objectives = nn.ModuleList(objectives)  # type: ignore[assignment]
@@ -69,20 +68,25 @@ class Matryoshka(Objective):
 
     @property
     def name(self) -> str:
+        """Name in logs and model cards."""
         return f"{type(self).__name__} of {self.objectives[-1].name}"
 
     @property
     def log_temperature(self) -> nn.Parameter:  # type: ignore[override]
+        """log τ of the longest embeddings; a learned τ differs between lengths."""
         return self.objectives[-1].log_temperature
 
     @property
     def reports_loss(self) -> bool:
+        """True if the objective of the longest embeddings reports the loss."""
         return self.objectives[-1].reports_loss
 
     def diagnostics(self) -> dict[str, Tensor]:
+        """Return the diagnostics of the longest embeddings."""
         return self.objectives[-1].diagnostics()
 
     def set_counts(self, left_counts: Tensor, right_counts: Tensor) -> None:
+        """Set the number of pairs each item occurs in, for all lengths."""
         for objective in self.objectives:
             objective.set_counts(left_counts, right_counts)
 
@@ -100,17 +104,30 @@ class Matryoshka(Objective):
         keys_right: Tensor | None = None,
         **batch: Any,
     ) -> ObjectiveOutput:
-        """The mean over lengths; arguments as of the wrapped objective."""
+        """Return the mean over lengths; the arguments are those of the wrapped objective.
+
+        Args:
+            left: (b, D) unit-norm embeddings of the left items.
+            right: (b, D) unit-norm embeddings of the right items.
+            left_id: see `Objective.forward`.
+            right_id: see `Objective.forward`.
+            encode: see `Objective.forward`; returns embeddings of full length.
+            negatives: (n, D) embeddings of mined right items.
+            keys_left: (b, D) embeddings of the left items by the momentum encoder.
+            keys_right: (b, D) embeddings of the right items by the momentum encoder.
+            **batch: further arguments of `Objective.forward`.
+        """
         vectors = {"left": left, "right": right}
         vectors |= given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
         check_tensors(vectors)
         if left.shape[-1] < self.dims[-1]:
-            problem = f"are {self.dims}, but the embeddings have {left.shape[-1]}; leave out what is beyond"
-            fail("dims", problem)
+            problem = f"are {self.dims}, but the embeddings have {left.shape[-1]} components"
+            fail("dims", problem, "leave out the lengths beyond")
         if encode is not None:
             encode = CheckedEncode(encode, left.shape[-1])
-        if encode is not None and not self.encodes_in_backward:
-            encode = EncodedOnce(encode)
+            # Rows kept for the backward pass would lack a graph when `encode` is called again there.
+            if not self.encodes_in_backward:
+                encode = EncodedOnce(encode)
         outputs = {}
         for dim, objective in zip(self.dims, self.objectives, strict=True):
             prefixes = {name: prefix(value, dim) for name, value in vectors.items()}
@@ -123,8 +140,10 @@ class Matryoshka(Objective):
 
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:
-    """The first d components of unit vectors (n, D), scaled to length one in full precision; zero
-    stays zero."""
+    """Return the first d components of unit vectors (n, D), normalized in full precision.
+
+    Zero vectors stay zero.
+    """
     if dim == vectors.shape[1]:
         return vectors
     precision = torch.float64 if vectors.dtype == torch.float64 else torch.float32
@@ -132,12 +151,21 @@ def prefix(vectors: Tensor, dim: int) -> Tensor:
 
 
 def encode_prefix(encode: Encode, dim: int, side: Side, ids: Tensor) -> Tensor:
-    """(n, d) the first d components of items (n,) of a side."""
+    """Return (n, d) the first d components of items (n,) of a side."""
     return prefix(encode(side, ids), dim)
 
 
 class CheckedEncode:
-    """`encode(side, ids)` whose results are float tensors (n, D), so that they have prefixes."""
+    """Wraps `encode(side, ids)` and checks that it returns float tensors (n, D).
+
+    A result of another shape could be cut to a prefix without an error.
+
+        encode = CheckedEncode(encode, dimension=768)
+
+    Args:
+        encode: see `Encode`.
+        dimension: D, the dimension of full embeddings.
+    """
 
     def __init__(self, encode: Encode, dimension: int) -> None:
         self.encode = encode
@@ -150,16 +178,19 @@ class CheckedEncode:
 
 
 class EncodedOnce:
-    """`encode(side, ids)` of one step that encodes an item once, however many lengths ask for it.
+    """Wraps the `encode(side, ids)` of one step so that several lengths encode an item once.
+
+        encode = EncodedOnce(encode)
 
     Args:
-        encode: called for what is not yet encoded; even without new items, since all ranks must
-            make the same calls.
+        encode: function called for items that are not yet encoded; also without new items, because
+            all
+            ranks must make the same calls.
     """
 
     def __init__(self, encode: Encode) -> None:
         self.encode = encode
-        # By side, and by whether there is a gradient: the embedding (D,) of each id.
+        # The embedding (D,) of each id, by side and by whether gradients are enabled.
         self._rows: dict[tuple[Side, bool], dict[int, Tensor]] = {}
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
@@ -174,8 +205,9 @@ class EncodedOnce:
 
 
 def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> dict[str, Tensor]:
-    """The metrics of the greatest length under their names, those of the others followed by
-    `@d`."""
+    """Return the metrics of the longest embeddings, and those of other lengths with the suffix
+    `@d`.
+    """
     scalars = dict(outputs[max(outputs)].metrics)
     for dim in sorted(outputs, reverse=True)[1:]:
         scalars |= {f"{name}@{dim}": value for name, value in outputs[dim].metrics.items()}

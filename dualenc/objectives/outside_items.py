@@ -14,34 +14,39 @@ from dualenc.objectives.checks import check_encoded, check_encoded_rows, fail
 from dualenc.types import Side
 
 Encode = Callable[[Side, Tensor], Tensor]
-"""`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). With several processes
-all make the same calls in the same order, even for no items. It may have a method
-`encode.sides([(side, ids), …]) -> [(n, D), …]`, which embeds items of both sides at once."""
+"""`encode(side, ids)` embeds n items, whose ids are on the CPU, as (n, D). All processes make the
+same calls in the same order, even without items. A method `encode.sides([(side, ids), …]) ->
+[(n, D), …]` is optional, and embeds items of both sides at once."""
 CANDIDATE_SIDES: tuple[Side, Side] = ("right", "left")  # of directions 0 and 1
 
 
 class OutsideEncoder:
-    """Embeds items of the candidates' side by an `encode` of ids.
+    """Embeds items of the candidates' side with the caller's `encode`.
+
+    Repeated items are encoded once per call.
+
+        encoder = OutsideEncoder(encode, views=False, like=embeddings)
+        encoder(items, directions=(0, 1))  # (X, n) -> (X, n, D)
 
     Args:
-        encode: see `Encode`.
-        views: items are views of images, see `anchors`.
-        like: (…, D) embeddings whose dimension, precision and device the results have.
+        encode: function that embeds ids, see `Encode`.
+        views: True if items are views of images, see `anchors`.
+        like: (…, D) embeddings with the dimension, precision and device of the results.
     """
 
     def __init__(self, encode: Encode, views: bool, like: Tensor) -> None:
         self.encode = encode
         self.views = views
         self.like = like
-        # Objectives switch autocast off for themselves; encoders run under the caller's, which is
-        # still on here.
+        # Objectives disable autocast for their own arithmetic. Encoders run under the caller's
+        # autocast, which is still active here.
         self._autocast: AbstractContextManager[object] = nullcontext()
         device = like.device.type
         if torch.is_autocast_enabled(device):
             self._autocast = torch.autocast(device, dtype=torch.get_autocast_dtype(device))
 
     def __call__(self, items: Tensor, directions: tuple[int, ...]) -> Tensor:
-        """(X, n, D) embeddings of items (X, n) of directions (X); zeros for -1."""
+        """Return (X, n, D) embeddings of items (X, n) of directions (X); zeros for -1."""
         # One transfer for both directions: each stalls the queue of an accelerator.
         ids = items.cpu()
         if not distributed.is_initialized() and bool((ids == PADDING).all()):
@@ -63,30 +68,30 @@ class OutsideEncoder:
         return left + right
 
     def _embed(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
-        """(n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
+        """Return (n, D) embeddings of each part, a side and ids (n,) on the CPU; zeros for -1."""
         distinct = []
         rows = []
         for side, ids in parts:
             known = ids[ids != PADDING].unique()
             distinct.append((side, known))
-            # Row 0, of zeros, is that of -1, which is below all ids.
-            rows.append(
-                torch.searchsorted(known, ids, right=True).to(self.like.device, non_blocking=True)
-            )
+            # Row 0 holds zeros, and belongs to -1, which sorts below all ids.
+            row = torch.searchsorted(known, ids, right=True)
+            rows.append(row.to(self.like.device, non_blocking=True))
         zero = self.like.new_zeros(1, self.like.shape[-1])
         encoded = self._encode(distinct)
         return [torch.cat([zero, part])[row] for part, row in zip(encoded, rows, strict=True)]
 
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
-        """(n, D) embeddings of each part, a side and distinct ids (n,)."""
-        # A single process has no collective pass to join.
+        """Return (n, D) embeddings of each part, a side and distinct ids (n,)."""
+        # Several processes encode even without items: all must take part in collective passes.
         to_encode = [(side, ids) for side, ids in parts if len(ids) or distributed.is_initialized()]
         encode_sides = getattr(self.encode, "sides", None)
         with self._autocast:
             if encode_sides is not None and len(to_encode) > 1:
                 encoded = encode_sides(to_encode)
                 if not isinstance(encoded, Sequence) or len(encoded) != len(to_encode):
-                    fail("encode", f"must give {len(to_encode)} tensors by its method sides")
+                    problem = "returned the wrong number of tensors from its method sides"
+                    fail("encode", problem, f"it must return {len(to_encode)}")
             else:
                 encoded = [self.encode(side, ids) for side, ids in to_encode]
         by_side = {}

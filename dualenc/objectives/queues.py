@@ -1,4 +1,4 @@
-"""MomentumQueue: MoCo's queue of a momentum encoder's embeddings.
+"""MomentumQueue: MoCo's queue of embeddings by a momentum encoder.
 
 Shapes: X directions, A anchors of this rank, G anchors of all ranks, C candidates, Q items in a
 queue, D dimension.
@@ -7,36 +7,49 @@ queue, D dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from dualenc.objectives.anchors import PADDING, Anchors
-from dualenc.objectives.base import Objective
+from dualenc.objectives.base import CommonArguments, Objective
 from dualenc.objectives.checks import check_count, check_range
 
 
 class MomentumQueue(Objective):
-    """−log(e⁺ / (e⁺ + Σ_k e_k)) with the embeddings of a momentum encoder: the partner's, and a
-    queue of past ones.
+    """−log(e⁺ / (e⁺ + Σ_k e_k)) against a queue of past embeddings by a momentum encoder.
 
-    Source: MoCo (He et al. 2020, arXiv:1911.05722), Algorithm 1, in both directions as in v3 (Chen,
-    Xie and He 2021, arXiv:2104.02057). The momentum encoder is a moving average of the towers, θ̄ ←
-    μ·θ̄ + (1 − μ)·θ after each step: `Trainer` keeps it and gives `forward` its embeddings of the
-    batch, `keys_left` and `keys_right`. Mined negatives join the queue's, with gradient. In the
-    first step the keys of the batch itself are the negatives. A value over fewer negatives is
-    smaller, so `reports_loss` is False until the queue is full.
+    The positive is the partner's embedding by the momentum encoder, a moving average of the towers:
+    θ̄
+    ← μ·θ̄ + (1 − μ)·θ after each step. `Trainer` updates it and passes its embeddings of the batch
+    to
+    `forward` as `keys_left` and `keys_right`. Mined negatives join the queue's, with gradient. In
+    the
+    first step the keys of the batch itself are the negatives. The loss over fewer negatives is
+    smaller,
+    so `reports_loss` is False until the queue is full. Source: MoCo (He et al. 2020,
+    arXiv:1911.05722),
+    Algorithm 1, in both directions as in v3 (Chen, Xie and He 2021, arXiv:2104.02057).
+
+        criterion = MomentumQueue(queue_size=4096)
+        criterion(left, right, ids, keys_left=keys_left, keys_right=keys_right).loss.backward()
 
     Args:
-        queue_size: embeddings of each side in the queue; with views, of both together.
-        momentum: μ in [0, 1), of each step: .99 for some thousand steps, .999 for more.
+        queue_size: number of embeddings per side in the queue; with views, for both views together.
+        momentum: μ in [0, 1), decay per step: .99 for some thousand steps, .999 for more.
         **common: see `Objective`.
     """
 
-    queues: Sequence[EmbeddingQueue]  # of each direction's candidates
+    queues: Sequence[EmbeddingQueue]  # for each direction's candidates
 
-    def __init__(self, *, queue_size: int = 4096, momentum: float = 0.99, **common: Any) -> None:
+    def __init__(
+        self,
+        *,
+        queue_size: int = 4096,
+        momentum: float = 0.99,
+        **common: Unpack[CommonArguments],
+    ) -> None:
         super().__init__(**common)
         check_count("queue_size", queue_size)
         check_range("momentum", momentum, "[0, 1)")
@@ -46,6 +59,7 @@ class MomentumQueue(Objective):
 
     @property
     def reports_loss(self) -> bool:
+        """True if the queues are full."""
         return all(queue.num_written >= queue.size for queue in self.queues)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -60,34 +74,36 @@ class MomentumQueue(Objective):
         return losses
 
     def _against_queue(self, anchors: Anchors, keys: Tensor) -> Anchors:
-        """The same anchors against mined negatives and the queues, or while these are empty the
-        batch's keys."""
-        # Behind the candidates of the batch stand mined negatives.
+        """Replace the candidates by mined negatives and the queues; while these are empty, by the
+        keys.
+        """
+        # Mined negatives follow the candidates of the batch.
         mined = anchors.candidates[:, anchors.num_batch :]
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
         queues = [self.queues[direction] for direction in anchors.directions]
         if queues[0].num_written == 0:
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
-        # Concatenation copies: the queues change before the backward pass.
+        # Concatenation copies the queues, which change before the backward pass.
         queued, queued_ids = zip(*(queue.held(anchors.candidates) for queue in queues), strict=True)
         candidates = torch.cat([mined, torch.stack(queued)], dim=1)  # (X, n + Q, D)
-        return anchors.with_candidates(
-            candidates, torch.cat([mined_ids, torch.stack(queued_ids)], dim=1)
-        )
+        candidate_ids = torch.cat([mined_ids, torch.stack(queued_ids)], dim=1)
+        return anchors.with_candidates(candidates, candidate_ids)
 
 
 def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
-    """(X, a) −log of the positive's share, whose score is s⁺/τ (X, a), beside the block's
-    negatives."""
+    """Return (X, a) −log of the positive's share; its score is s⁺/τ (X, a)."""
     logits = torch.cat([positive[..., None], block.logits], dim=-1)  # (X, a, 1 + C)
     return logits.logsumexp(dim=-1) - positive
 
 
 class EmbeddingQueue(nn.Module):
-    """A ring of the latest embeddings with the ids of their items, the same on every rank.
+    """A ring buffer of the latest embeddings and the ids of their items, the same on every rank.
+
+        queue = EmbeddingQueue(size=4096)
+        queue.write(ids, embeddings)
 
     Args:
-        size: embeddings that it can hold.
+        size: maximum number of embeddings.
     """
 
     ids: Tensor
@@ -96,14 +112,15 @@ class EmbeddingQueue(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
-        # Embeddings have no dimension until the first write.
+        # The dimension is unknown until the first write.
         self.register_buffer("ids", torch.full((size,), PADDING))
         self.register_buffer("embeddings", torch.zeros(size, 0))
         self.num_written = 0
 
     def held(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """(Q, D) embeddings in no particular order, without gradient, in the precision of `like`;
-        (Q,) their ids."""
+        """Return (Q, D) embeddings in the precision of `like`, in arbitrary order, and (Q,) their
+        ids.
+        """
         if not self.num_written:
             return like.new_zeros(0, like.shape[-1]), self.ids[:0]
         count = min(self.num_written, self.size)
@@ -111,8 +128,9 @@ class EmbeddingQueue(nn.Module):
 
     @torch.no_grad()
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Put embeddings (n, D) of items (n,) in place of the oldest; of more than it can hold, the
-        last."""
+        """Replace the oldest entries by embeddings (n, D) of items (n,); if n > size, by the last
+        ones.
+        """
         if not self.num_written:
             self.embeddings = embeddings.new_zeros(self.size, embeddings.shape[1])
         positions = torch.arange(self.num_written, self.num_written + len(ids), device=ids.device)
@@ -122,7 +140,7 @@ class EmbeddingQueue(nn.Module):
         self.num_written += len(ids)
 
     def get_extra_state(self) -> Tensor:
-        """How many embeddings were ever written, for the state dict."""
+        """Return the number of embeddings ever written, for the state dict."""
         return torch.tensor([self.num_written])
 
     def set_extra_state(self, state: Tensor) -> None:
@@ -130,7 +148,7 @@ class EmbeddingQueue(nn.Module):
         self.num_written = int(state)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # The dimension is that of the saved embeddings.
+        # The saved embeddings set the dimension.
         if prefix + "embeddings" in state_dict:
             saved = state_dict[prefix + "embeddings"]
             self.embeddings = torch.zeros_like(saved, device=self.embeddings.device)

@@ -1,50 +1,55 @@
-"""SACLR: an unnormalised kernel whose scale is tracked instead of a softmax. Shapes: see
-`anchors`."""
+"""SACLR: an unnormalized kernel whose scale is tracked instead of a softmax.
+
+Shapes: see `anchors`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count
-from dualenc.objectives.base import Objective, temperature_term
+from dualenc.objectives.base import CommonArguments, Objective, temperature_term
 from dualenc.objectives.checks import check_choice, check_range
 from dualenc.objectives.draws import SharedRandom
 from dualenc.objectives.item_tables import log_average, write_log_means
 
-LOG_NOTHING = (
-    -1e4
-)  # log of a kernel that counts nothing; finite, as a row of -inf has a NaN gradient
+# Stands for log 0 of a masked kernel. Finite, because a row of -inf has a NaN gradient.
+LOG_NOTHING = -1e4
 
 
 class SACLR(Objective):
-    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) per anchor, with q = exp(−‖x − z‖²/(2τ)) and 1/s a
-    moving average.
+    """−log q⁺ + s·(q⁺ + n·mean_{c ∈ M} q_c) with q = exp(−‖x − z‖²/(2τ)), 1/s a moving average.
 
-    The I-divergence between the matrix of positives and s·q ("Stochastic approximation to
+    This is the I-divergence between the matrix of positives and s·q ("Stochastic approximation to
     contrastive learning"): row form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6
-    and Algorithm 2 (one scale). N items, n of them negatives (with views two for each other image).
-    The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
+    and
+    Algorithm 2 (a single scale). Of N items n are negatives (with views two for each other image).
+    The
+    paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
 
     The scale is that of Eq. 4,
 
         1/s ← ρ/s + (1 − ρ)·ξ,   ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean_{c ∈ M} q_c,
 
-    with the positive once in the repulsive sum, as in Eq. 10, and a step uses the scale that it has
-    updated, so that the repulsion is at most 1/((1 − ρ)(1 − α)). The matrix form's 1/s is the mean
-    of ξ over anchors, where Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and so an
-    s that is 2N times smaller. Algorithm 1 (line 13) has 2α where the text below Eq. 11, as here,
-    has α.
+    with the positive once in the repulsive sum, as in Eq. 10. A step uses the scale it has just
+    updated, so that the repulsion is at most 1/((1 − ρ)(1 − α)). In the matrix form 1/s is the mean
+    of
+    ξ over anchors; Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and therefore an s
+    that
+    is 2N times smaller. Algorithm 1 (line 13) has 2α where the text below Eq. 11 has α, as here.
+
+        loss = SACLR(num_left=m, num_right=n, temperature=0.25)(left, right, left_id, right_id).loss
 
     Args:
-        form: "row" keeps a scale per item, "matrix" one for each direction.
+        form: "row" keeps a scale per item, "matrix" one per direction.
         negatives: "all" candidates of the batch, or 1 drawn uniformly per anchor (with views, both
-            its views).
-        alpha: share of the positives in the scale, in [0, 1].
-        rho: forgetting rate in [0, 1): share of the old scale.
+            views of it).
+        alpha: weight of the positives in the scale, in [0, 1].
+        rho: forgetting rate in [0, 1): weight of the old scale.
         **common: see `Objective`.
     """
 
@@ -59,7 +64,7 @@ class SACLR(Objective):
         negatives: Literal[1, "all"] = "all",
         alpha: float = 0.125,
         rho: float = 0.9,
-        **common: Any,
+        **common: Unpack[CommonArguments],
     ) -> None:
         super().__init__(**common)
         check_choice("form", form, ("row", "matrix"))
@@ -78,7 +83,7 @@ class SACLR(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         draws = []
         if self.negatives == 1:
-            # Drawn for the global batch, so that any number of ranks draws alike.
+            # Drawn for the global batch, so that draws do not depend on the number of ranks.
             shape = (len(anchors.directions), anchors.num_batch)
             uniform = self.draws.uniform(*shape, like=anchors.embeddings)
             draws.append(uniform[:, anchors.batch_rows])
@@ -95,25 +100,27 @@ class SACLR(Objective):
         return losses + temperature_term(fixed_positive, repulsion)
 
     def _log_mean_kernel(self, block: Anchors, uniform: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(X, A) log of the mean of q over negatives, all or the one that draws (X, A) choose; (X,
-        A) if any exist."""
+        """Return (X, A) log of the mean of q over negatives, and (X, A) True if any exist.
+
+        With uniform draws (X, A), a single negative per anchor is used.
+        """
         not_sampled = block.not_negative
         has_negatives = ~not_sampled.all(dim=-1)
         if uniform is not None:
             not_sampled = self._all_but_one(not_sampled, uniform)
         log_kernels = log_kernel(block.similarities, block.temperature)
         log_kernels = log_kernels.masked_fill(not_sampled, LOG_NOTHING)
-        return log_kernels.logsumexp(dim=-1) - log_count(
-            ~not_sampled, like=log_kernels
-        ), has_negatives
+        log_sum = log_kernels.logsumexp(dim=-1)
+        return log_sum - log_count(~not_sampled, like=log_kernels), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
-        """(X, A, C) True but for the negative that a draw chooses; with views, for both views of an
-        image."""
+        """Return (X, A, C) True except for the drawn negative; with views, except for both its
+        views.
+        """
         allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
         count = allowed.sum(dim=-1)
         chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
-        # The number of a candidate among those allowed.
+        # The position of each candidate among the allowed ones.
         number = allowed.cumsum(dim=-1) - 1
         not_chosen = ~allowed | (number != chosen[..., None])
         return not_negative | torch.cat([not_chosen] * self.num_views, dim=-1)
@@ -121,7 +128,7 @@ class SACLR(Objective):
     def _update_scale(
         self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
     ) -> Tensor:
-        """(X, A) log 1/s with this step's ξ counted in."""
+        """Return (X, A) log 1/s, updated by this step's ξ."""
         corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))
         log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)  # log ξ
         if self.alpha < 1:
@@ -135,7 +142,7 @@ class SACLR(Objective):
         log_scale = log_average(old, log_new, 1 - self.rho)
         if self.updates_state:
             all_rows = anchors.gather(rows).flatten()
-            # The positive gives every anchor a scale.
+            # The positive contributes to ξ, so every anchor has a scale.
             is_usable = torch.ones_like(all_rows, dtype=torch.bool)
             write_log_means(
                 self.log_scale, all_rows, anchors.gather(log_scale).flatten(), is_usable
@@ -145,5 +152,5 @@ class SACLR(Objective):
 
 
 def log_kernel(similarities: Tensor, temperature: Tensor) -> Tensor:
-    """log q of cosines: on the unit sphere ‖x − z‖²/2 = 1 − s."""
+    """Return log q of cosines: on the unit sphere, ‖x − z‖²/2 = 1 − s."""
     return -(1 - similarities) / temperature

@@ -1,15 +1,14 @@
-"""SogCLR and iSogCLR: each anchor's partition function is a moving average. Shapes: see
-`anchors`."""
+"""SogCLR and iSogCLR: a moving average of each anchor's partition function. Shapes: see `anchors`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from dualenc.objectives.anchors import Anchors, log_count, log_mean
-from dualenc.objectives.base import Estimate, Objective, temperature_term
+from dualenc.objectives.base import CommonArguments, Estimate, Objective, temperature_term
 from dualenc.objectives.checks import check_range, fail
 from dualenc.objectives.item_tables import (
     first_occurrence,
@@ -21,12 +20,15 @@ from dualenc.objectives.item_tables import (
 
 
 class SogCLR(Objective):
-    """Negative c of anchor a weighs exp(s_c/τ) / (n·u_a), where u_a tracks the mean of exp(s/τ)
-    over its n negatives.
+    """Weighs negative c of anchor a by exp(s_c/τ) / (n·u_a), with a moving average u_a.
 
-    Source: Yuan et al. 2022, "Provable stochastic optimization for global contrastive learning",
-    arXiv:2202.12387, Algorithm 1. An anchor's first visit sets its u, whatever the rest of the
-    batch.
+    u_a tracks the mean of exp(s/τ) over the anchor's n negatives. Its first visit sets it, whatever
+    the
+    rest of the batch. Source: Yuan et al. 2022, "Provable stochastic optimization for global
+    contrastive learning", arXiv:2202.12387, Algorithm 1.
+
+        criterion = SogCLR(num_left=m, num_right=n, temperature=0.07)
+        criterion(left, right, left_id, right_id).loss.backward()
 
     Args:
         gamma: rate of the moving average, in (0, 1].
@@ -38,29 +40,29 @@ class SogCLR(Objective):
     needs_num_left = True
     estimates_partition = True
 
-    def __init__(self, *, gamma: float = 0.9, **common: Any) -> None:
+    def __init__(self, *, gamma: float = 0.9, **common: Unpack[CommonArguments]) -> None:
         super().__init__(**common)
         check_range("gamma", gamma, "(0, 1]")
         self.gamma = gamma
-        self.register_buffer(
-            "log_u", torch.full((self.corpus.num_rows,), torch.nan)
-        )  # NaN: never visited
+        # NaN: never visited.
+        self.register_buffer("log_u", torch.full((self.corpus.num_rows,), torch.nan))
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         with torch.no_grad():
-            log_u = self.update_averages(
-                anchors, anchors.in_blocks(lambda block: log_mean(block.logits))
-            )
-            value = self.log_odds(
-                log_u + self.corpus.log_num_negatives(anchors), anchors.positive_scores
-            )
+            log_means = anchors.in_blocks(lambda block: log_mean(block.logits))  # (X, A)
+            log_u = self.update_averages(anchors, log_means)
+            # Z is the mean over negatives times their number in the corpus.
+            log_partition = log_u + self.corpus.log_num_negatives(anchors)
+            value = self.log_odds(log_partition, anchors.positive_scores)
             tau = anchors.temperature.expand_as(log_u)
         return anchors.in_blocks(self._weigh, tau, log_u, value)
 
     @staticmethod
     def _weigh(block: Anchors, tau: Tensor, log_u: Tensor, value: Tensor) -> Tensor:
-        """(X, a) losses with weights exp(s_c/τ_a)/(n·u_a); the gradient is in s/τ, with the
-        objective's τ."""
+        """Return (X, a) losses with weights exp(s_c/τ_a)/(n·u_a).
+
+        The gradient is that of s/τ with the objective's τ, while the weights use each anchor's τ_a.
+        """
         scores = block.scores  # (X, a, C)
         with torch.no_grad():
             not_negative = block.not_negative
@@ -72,12 +74,15 @@ class SogCLR(Objective):
         return losses + temperature_term(positive.detach() / block.temperature, weights.sum(dim=-1))
 
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
-        """(X, A) log u_a with this batch's log mean of exp(s/τ) (X, A) counted in; -inf without a
-        negative so far."""
+        """Update u_a by this batch's log mean of exp(s/τ) (X, A).
+
+        Returns:
+            (X, A) log u_a; -inf if the anchor had no negative so far.
+        """
         remembered = self.log_u[anchors.rows].to(log_means)
         log_u = log_average(remembered, log_means, self.gamma)
         if self.updates_state:
-            # All ranks write what all of them found, so that the table stays the same everywhere.
+            # All ranks write the values of all ranks, so that the table is the same everywhere.
             rows = anchors.gather(anchors.rows).flatten()
             has_negatives = anchors.gather(log_means > -torch.inf).flatten()
             write_log_means(self.log_u, rows, anchors.gather(log_u).flatten(), has_negatives)
@@ -85,27 +90,38 @@ class SogCLR(Objective):
         return log_u.nan_to_num(nan=-torch.inf)
 
 
-class ISogCLR(SogCLR):
-    """SogCLR where anchor a has its own τ_a, moved by its own gradient with momentum and clamped to
-    a range.
+class SogCLRArguments(CommonArguments, total=False):
+    """All keyword arguments of `SogCLR`, for the constructors of its subclasses."""
 
-    The dual of a constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics are
-    created equal", arXiv:2305.11965, Algorithm 1): with u_a the moving average of the mean of
+    gamma: float
+
+
+class ISogCLR(SogCLR):
+    """SogCLR with an own temperature τ_a per anchor, which follows its own gradient with momentum.
+
+    It is the dual of the constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics
+    are
+    created equal", arXiv:2305.11965, Algorithm 1). With u_a the moving average of the mean of
     exp(s/τ_a) and weights w_c = exp(s_c/τ_a)/(n·u_a),
 
-        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ,   ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c
-        (s_c − s⁺)/τ_a
+        F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ
+        ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c (s_c − s⁺)/τ_a
 
-    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is scaled by 1/temperature, the starting τ, as in
-    all other objectives; with frozen τ_a it is that of SogCLR.
+    The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is divided by `temperature`, the initial τ, as in
+    all
+    other objectives; with frozen τ_a it is that of SogCLR.
+
+        criterion = ISogCLR(num_left=m, num_right=n, radius=0.3)
+        criterion(left, right, left_id, right_id).loss.backward()
 
     Args:
-        radius: ρ ≥ 0; larger radii let temperatures fall further and weights concentrate more.
+        radius: ρ ≥ 0. A larger radius lets temperatures fall further, so that weights concentrate
+            more.
         temperature_rate: step size of τ_a; 0 freezes the temperatures.
-        temperature_momentum: share of the old gradient of τ_a in its moving average, in [0, 1).
-        min_temperature, max_temperature: bounds of τ_a.
-        gamma: see `SogCLR`.
-        **common: see `Objective`; `temperature` is the starting value of every τ_a.
+        temperature_momentum: weight of the old gradient of τ_a in its moving average, in [0, 1).
+        min_temperature: lower bound of τ_a.
+        max_temperature: upper bound of τ_a.
+        **common: see `SogCLR`; `temperature` is the initial value of every τ_a.
     """
 
     tau: Tensor
@@ -119,7 +135,7 @@ class ISogCLR(SogCLR):
         temperature_momentum: float = 0.1,
         min_temperature: float = 0.005,
         max_temperature: float = 1.0,
-        **common: Any,
+        **common: Unpack[SogCLRArguments],
     ) -> None:
         super().__init__(**common)
         check_range("radius", radius, "[0, inf)")
@@ -130,7 +146,8 @@ class ISogCLR(SogCLR):
         start = round(self.temperature.item(), 6)
         check_range("temperature", start, f"[{min_temperature}, {max_temperature}]")
         if self.log_temperature.requires_grad:
-            fail("learnable_temperature", "does not apply; every anchor learns its own temperature")
+            fix = "leave it out: every anchor learns its own temperature"
+            fail("learnable_temperature", "does not apply", fix)
         self.radius = radius
         self.temperature_rate = temperature_rate
         self.temperature_momentum = temperature_momentum
@@ -146,7 +163,7 @@ class ISogCLR(SogCLR):
             log_means, mean_similarity = anchors.in_blocks(self._statistics, tau)
             log_u = self.update_averages(anchors, log_means)
             if self.temperature_rate and self.updates_state:
-                # Σ_c w_c (s_c − s⁺)
+                # Σ_c w_c (s_c − s⁺): the weights sum to exp(log_means − log_u).
                 weighted_margin = torch.exp(log_means - log_u) * (mean_similarity - positive)
                 slope = log_u - positive / tau + self.radius - weighted_margin / tau
                 self._move_temperatures(anchors, slope, log_means > -torch.inf)
@@ -156,19 +173,27 @@ class ISogCLR(SogCLR):
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
-        """(X, A) log of the mean of exp(s/τ_a); (X, A) the mean similarity under the softmax, NaN
-        without negatives."""
+        """Return (X, A) log of the mean of exp(s/τ_a), and (X, A) the mean similarity under the
+        softmax.
+
+        The mean similarity is NaN without negatives.
+        """
         similarities = block.similarities  # (X, a, C)
         logits = (similarities / tau[..., None]).masked_fill(block.not_negative, -torch.inf)
         mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
         return log_mean(logits), mean_similarity
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
-        """v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v, by slopes ∂F_a/∂τ (X, A) of usable
-        anchors (X, A)."""
+        """Move temperatures: v ← momentum·v + (1 − momentum)·slope, τ ← τ − rate·v.
+
+        Args:
+            anchors: anchors of the batch.
+            slope: (X, A) ∂F_a/∂τ.
+            usable: (X, A) True if the anchor has negatives.
+        """
         rows = anchors.gather(anchors.rows).flatten()
         usable = anchors.gather(usable).flatten()
-        # Two captions of one image are two slopes of one temperature.
+        # Two captions of an image give two slopes of one temperature, which are averaged.
         slopes = anchors.gather(slope).flatten()
         slope, written = mean_over_duplicates(slopes, usable, first_occurrence(rows))
         momentum = torch.lerp(
