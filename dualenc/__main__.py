@@ -1,4 +1,4 @@
-"""`python -m dualenc …`, also for `accelerate launch -m dualenc …`."""
+"""Entry point of `python -m dualenc …` and `accelerate launch -m dualenc …`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Command line of `dualenc`: typed functions become subcommands, and errors one line.
+"""Command line of `dualenc`: typed functions become subcommands, and errors become one line.
 
 Parameters of a function, and the fields of its dataclasses, are options: `batch_size: int = 32` is
-`--batch-size 32`. Modules of commands import heavy libraries (torch, transformers, faiss, datasets)
-only inside their functions, so that every help text and most errors appear at once.
+`--batch-size 32`. Command modules import heavy libraries (torch, transformers, faiss, datasets)
+only inside their functions, so that help texts and most errors appear at once.
 """
 
 from __future__ import annotations
@@ -47,47 +47,47 @@ COMMANDS = (
     "evaluate corrupted",
     "evaluate engine",
 )
-"""Each is a function in the module of `dualenc.commands` with its first word's name."""
+"""Each command is a function in the module of `dualenc.commands` named by its first word."""
 
 EXPECTED = (DualencError, CycloptsError, OSError, ModuleNotFoundError)
 """Errors that a user can fix."""
 
-
 _VALUE = re.compile(r"-(?![\d.]+([eE][-+]?\d+)?$)[^-a-zA-Z]")
-"""How values begin that look like options: "-20 degrees". Options have letters; -20 is a number."""
+"""Values that look like options, such as "-20 degrees". Options have letters; -20 is a number."""
 _MARK = "\x00"
-"""Precedes such a value while options are parsed; no argument of a process holds it."""
+"""Marks such a value while options are parsed; process arguments cannot contain NUL."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `dualenc` with the given arguments (default: those of the process).
+    """Run `dualenc` with the given arguments.
+
+    Args:
+        argv: arguments; defaults to those of the process. With `--debug` errors are raised.
 
     Returns:
-        The exit code: 0, 2 after a user's mistake, 1 after an unexpected error or a measurement
-        below its target (all reported in one line on stderr), 130 after Ctrl-C. With `--debug`
-        errors are raised.
+        The exit code: 0; 1 after an unexpected error or a measurement below its target; 2 after a
+        user's mistake; 130 after Ctrl-C. Errors are reported in one line on stderr.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     words = [argument for argument in arguments if argument != "--debug"]
     try:
         if "--out=" in words or ("--out", "") in itertools.pairwise(words):
-            # Path("") is the current folder.
-            raise DualencError("--out is empty; name a file or folder")
+            # Path("") would be the current folder.
+            raise DualencError("--out is empty", fix="name a file or folder")
         marked = [_MARK + word if _VALUE.match(word) else word for word in words]
         function, bound, _ = build_app(words[:1]).parse_args(marked)
         with printed_notices():
             function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has closed its end; without this Python would complain when it
-        # closes stdout.
+        # The reader, such as `head`, closed the pipe. Python would report an error when it closes
+        # stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print("dualenc: interrupted", file=sys.stderr)
         return 130
     except BaseException as error:
-        # A panic of a library in Rust, such as tokenizers, is no Exception; SystemExit is none
-        # either.
+        # A panic in a Rust library, such as tokenizers, is not an Exception; neither is SystemExit.
         is_failure = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if len(words) < len(arguments) or not is_failure:
             raise
@@ -97,11 +97,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_app(first_words: Sequence[str] = ()) -> App:
-    """The commands that begin with one of these words, whose modules alone are imported; all if
-    none does."""
+    """Return the app with the commands that begin with one of these words; all if none does.
+
+    Only the modules of these commands are imported.
+
+    Args:
+        first_words: first words of commands.
+    """
     app = App(
         name="dualenc",
-        help="Train, evaluate and search with dual encoders. --debug shows the traceback of an error.",
+        help="Train, evaluate and search with dual encoders. "
+        "--debug shows the traceback of an error.",
         help_format="markdown",
         version=f"dualenc {__version__}",
         exit_on_error=False,
@@ -120,8 +126,7 @@ def build_app(first_words: Sequence[str] = ()) -> App:
 
 
 def _flatten_options(function: Callable[..., Any]) -> None:
-    """Make each dataclass among the parameters optional, and its fields options without a
-    prefix."""
+    """Make dataclass parameters optional, and their fields options without a prefix."""
     defaults = {}
     for name, hint in typing.get_type_hints(function).items():
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -131,7 +136,7 @@ def _flatten_options(function: Callable[..., Any]) -> None:
 
 
 def _unmarked(value: Any) -> Any:
-    """Return an argument, or several, without the marks of values that look like options."""
+    """Return an argument, or a container of arguments, without the marks."""
     if isinstance(value, str):
         return value.removeprefix(_MARK)
     if isinstance(value, list | tuple):
@@ -144,8 +149,7 @@ def _unmarked(value: Any) -> Any:
 
 
 def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
-    """One line about an error: a user's mistake as it is, out of memory with a remedy, anything
-    else as a bug."""
+    """Explain an error in one line; anything but a user's mistake or lack of memory is a bug."""
     # File names and values in a message are untrusted.
     message = printable(without_credentials(" ".join(str(error).split())))
     if isinstance(error, CycloptsError):
@@ -158,16 +162,16 @@ def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
         return f"error: {message}; install the package that brings it (pip install {error.name})"
     if isinstance(error, EXPECTED):
         return f"error: {message}"
-    # torch's OutOfMemoryError is compared by name: importing torch takes seconds.
+    # Compared by name, because importing torch takes seconds.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return f"error: not enough memory ({message or 'none left'}); make batch_size or chunk_size smaller"
-    return (
-        f"unexpected error: {type(error).__name__}: {message}; run again with --debug to see where"
-    )
+        problem = f"not enough memory ({message or 'none left'})"
+        return f"error: {problem}; make batch_size or chunk_size smaller"
+    problem = f"unexpected error: {type(error).__name__}: {message}"
+    return f"{problem}; run again with --debug to see where"
 
 
 def _about_hyphen(error: CycloptsError, words: Sequence[str], command: str) -> str:
-    """Return what is wrong with a value that begins with a hyphen, and how to write it; else ""."""
+    """Explain a value that begins with a hyphen and how to write it; "" if that is not the problem."""
     if isinstance(error, UnknownOptionError):
         word = error.token.value or error.token.keyword or ""
         if "--" in words and word in words[words.index("--") :]:

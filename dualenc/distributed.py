@@ -1,9 +1,8 @@
-"""Communication between processes: collectives and gradient averaging. No other file imports
-`torch.distributed`.
+"""Communication between processes: collectives and gradient averaging.
 
-With one process (or before a process group exists) every function is the identity, so callers never
-branch. Tensors may have a different first dimension on each rank: the last batch of an epoch rarely
-divides evenly.
+No other file imports `torch.distributed`. With one process (or before a process group exists) every
+function is the identity, so callers never branch. Tensors may have a different first dimension on
+each rank, because the last batch of an epoch rarely divides evenly.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _is_single = False
 
 
 def is_initialized() -> bool:
-    """Whether this process takes part in a process group of more than one."""
+    """Return True if this process belongs to a process group of more than one."""
     return (
         not _is_single
         and dist.is_available()
@@ -48,46 +47,46 @@ def single_process() -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's number, 0 for a single process."""
+    """Return this process's rank; 0 for a single process."""
     return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
-    """How many processes take part, 1 for a single process."""
+    """Return the number of processes; 1 for a single process."""
     return dist.get_world_size() if is_initialized() else 1
 
 
 def is_main() -> bool:
-    """Whether this process writes files and talks to the user."""
+    """Return True if this process writes files and talks to the user."""
     return rank() == 0
 
 
 @contextmanager
 def explain_lost_process() -> Iterator[None]:
-    """Explain in one line that another process hangs or has ended, on gloo; NCCL ends the process
-    itself.
+    """Explain in one line that another process hangs or has ended.
+
+    This applies to gloo; NCCL ends the process itself.
 
     Raises:
         DualencError: another process did not answer within the time limit of the process group, or
-            is gone.
+            has
+            ended.
     """
     try:
         yield
     except RuntimeError as error:
-        # gloo has no exception classes for these.
+        # gloo raises plain RuntimeErrors, so the message decides.
         if re.search("timed out|timeout", str(error), re.IGNORECASE):
-            problem = (
-                "another process of this run did not answer in time: it hangs or is far behind"
-            )
-            remedy = "see its message, and raise trainer.timeout_minutes if it only needs longer"
-        elif re.search("connection|socket|broken pipe|remote process", str(error), re.IGNORECASE):
-            problem = (
-                "the connection to another process of this run is lost: it has ended or was killed"
-            )
-            remedy = "see its message, then resume with --resume"
-        else:
-            raise
-        raise DualencError(f"{problem}; {remedy}") from error
+            raise DualencError(
+                "another process of this run did not answer in time: it hangs or is far behind",
+                fix="see its message, and raise trainer.timeout_minutes if it only needs longer",
+            ) from error
+        if re.search("connection|socket|broken pipe|remote process", str(error), re.IGNORECASE):
+            raise DualencError(
+                "the connection to another process of this run is lost: it has ended or was killed",
+                fix="see its message, then resume with --resume",
+            ) from error
+        raise
 
 
 @explain_lost_process()
@@ -99,7 +98,7 @@ def barrier() -> None:
 
 @explain_lost_process()
 def gather_objects(value: Any) -> list[Any]:
-    """Any picklable value of every rank, in rank order, on every rank."""
+    """Gather a picklable value of every rank, in rank order, on every rank."""
     if not is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()
@@ -109,7 +108,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 @explain_lost_process()
 def broadcast_object(value: Any) -> Any:
-    """The main process's value, on every rank."""
+    """Return the main process's value on every rank."""
     if not is_initialized():
         return value
     values = [value]
@@ -118,8 +117,10 @@ def broadcast_object(value: Any) -> Any:
 
 
 def from_main(work: Callable[[], Result]) -> Result:
-    """The main process's result of `work` on every rank; its `DualencError` is raised on all, so
-    that none waits."""
+    """Run `work` on the main process and return its result on every rank.
+
+    Its `DualencError` is raised on all ranks, so that none waits for a failed one.
+    """
     outcome: tuple[Any, str | None] = (None, None)
     if is_main():
         try:
@@ -134,11 +135,13 @@ def from_main(work: Callable[[], Result]) -> Result:
 
 @explain_lost_process()
 def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """For each of this rank's numbers, equally many on every rank, those of all ranks in rank
-    order; one exchange."""
+    """Exchange numbers between ranks: for each of this rank's numbers, return those of all ranks.
+
+    Every rank must pass equally many numbers; a single collective is used.
+    """
     if not is_initialized():
         return [[number] for number in local_numbers]
-    # As tensors: objects would be pickled, and take two exchanges.
+    # Sent as a tensor: objects would be pickled, and take two collectives.
     own = torch.tensor(local_numbers, device=device)
     numbers = [torch.empty_like(own) for _ in range(world_size())]
     dist.all_gather(numbers, own)
@@ -148,8 +151,10 @@ def rank_numbers(local_numbers: Sequence[int], device: torch.device) -> list[lis
 
 
 def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = None) -> slice:
-    """The contiguous part of `range(total)` that a rank (this one by default) works on; sizes
-    differ by one at most."""
+    """Return the contiguous part of `range(total)` that a rank (this one by default) works on.
+
+    Sizes differ by at most one.
+    """
     of_rank = rank() if of_rank is None else of_rank
     share, extra = divmod(total, of_world or world_size())
     start = of_rank * share + min(of_rank, extra)
@@ -157,26 +162,36 @@ def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = No
 
 
 def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """This rank's `rank_slice` of a tensor (n, ...) that all ranks have, and the sizes of all
-    ranks' slices."""
+    """Return this rank's `rank_slice` of a tensor (n, ...) that all ranks have, and all ranks'
+    sizes.
+    """
     slices = [rank_slice(len(tensor), of_rank=number) for number in range(world_size())]
     sizes = [part.stop - part.start for part in slices]
     return tensor[slices[rank()]], sizes
 
 
 def gather(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
-    """Concatenate (b, ...) over ranks to (B, ...), without gradient; known sizes of all ranks save
-    an exchange."""
+    """Concatenate (b, ...) over ranks to (B, ...), without gradient.
+
+    Args:
+        tensor: (b, ...) rows of this rank.
+        sizes: numbers of rows of all ranks; if given, this saves a collective.
+    """
     if not is_initialized():
         return tensor.detach() if tensor.requires_grad else tensor
     return _all_gather(tensor.detach(), sizes or _sizes(tensor))
 
 
 def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
-    """`gather` whose backward pass gives each rank the sum over ranks of the gradients of its rows.
+    """Concatenate (b, ...) over ranks to (B, ...), with gradient.
 
-    Together with `average_gradients`, and losses whose average over ranks is the global loss, the
-    result is the gradient of one process with the global batch.
+    The backward pass gives each rank the sum over ranks of the gradients of its rows. Together with
+    `average_gradients`, and losses whose average over ranks is the global loss, the result is the
+    gradient of one process with the global batch.
+
+    Args:
+        tensor: (b, ...) rows of this rank.
+        sizes: numbers of rows of all ranks; if given, this saves a collective.
     """
     if not is_initialized():
         return tensor
@@ -185,13 +200,17 @@ def gather_with_grad(tensor: Tensor, sizes: list[int] | None = None) -> Tensor:
 
 @explain_lost_process()
 def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
-    """The element-wise "sum", "mean", "max" or "min" over ranks, without gradient; the tensor
-    itself of one process."""
+    """Reduce a tensor over ranks elementwise, without gradient.
+
+    Args:
+        tensor: tensor of the same shape on every rank.
+        op: "sum", "mean", "max" or "min".
+    """
     if not is_initialized():
         return tensor.detach()
     result = tensor.detach().clone()
     if op == "mean":
-        # Not every backend has a mean.
+        # Not every backend supports a mean.
         return all_reduce(tensor, "sum") / world_size()
     dist.all_reduce(result, op=getattr(dist.ReduceOp, op.upper()))
     return result
@@ -199,19 +218,22 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
 
 @explain_lost_process()
 def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Average the gradients of parameters, the same on every rank, over ranks; call it after the
-    backward pass.
+    """Average the gradients of parameters over ranks; call it after the backward pass.
 
-    A missing gradient counts as zero, and a parameter that no rank has used keeps none. Of sparse
-    gradients each rank gets all rows.
+    A missing gradient counts as zero, and a parameter that no rank has used keeps none. For sparse
+    gradients each rank gets the rows of all ranks.
+
+    Args:
+        parameters: parameters, the same on every rank.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not is_initialized() or not trained:
         return
-    # Whether a parameter has a gradient may differ by rank, but all must treat it alike: 0 none, 1
-    # dense, 2 sparse.
+    # A parameter may have a gradient on some ranks only, but all ranks must make the same
+    # collective calls: 0 none, 1 dense, 2 sparse.
     own_kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in trained])
     kinds = all_reduce(own_kinds.to(trained[0].device), "max").tolist()
+    # Dense gradients are sent asynchronously, so that transfers overlap.
     sent = []
     for parameter, kind in zip(trained, kinds, strict=True):
         if kind == 2:
@@ -226,8 +248,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def _average_rows(parameter: torch.nn.Parameter) -> None:
-    """Average a sparse gradient over ranks: the rows of all of them, each divided by the number of
-    ranks."""
+    """Average a sparse gradient: collect the rows of all ranks, divided by the number of ranks."""
     rows = torch.empty(0, dtype=torch.int64, device=parameter.device)  # (n,)
     values = parameter.detach()[:0]  # (n, …)
     if parameter.grad is not None:
@@ -237,21 +258,20 @@ def _average_rows(parameter: torch.nn.Parameter) -> None:
     sizes = _sizes(rows)
     all_rows = gather(rows, sizes)
     all_values = gather(values / world_size(), sizes)
-    # torch warns of a choice that is not made; rows of gradients lie inside their parameter.
+    # Without an explicit choice torch warns. Rows of gradients lie inside their parameter.
     parameter.grad = torch.sparse_coo_tensor(
         all_rows[None], all_values, parameter.shape, check_invariants=False
     )
 
 
 def _sizes(tensor: Tensor) -> list[int]:
-    """The first dimension of every rank's tensor."""
+    """Return the first dimension of every rank's tensor."""
     return rank_numbers([tensor.shape[0]], tensor.device)[0]
 
 
 @explain_lost_process()
 def _all_gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Gather tensors of different lengths: gloo and NCCL want equal shapes, so pad and cut the
-    padding off."""
+    """Gather tensors of different lengths: pad to equal shapes for gloo and NCCL, then cut."""
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor
     parts = [torch.empty_like(padded) for _ in sizes]

@@ -1,5 +1,4 @@
-"""The exceptions that a user's mistake raises, other libraries' errors in one line, and suggestions
-of valid names."""
+"""User-facing exceptions, one-line wrappers for third-party errors, and "did you mean" suggestions."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from contextlib import contextmanager
 
 
 class DualencError(ValueError):
-    """Report a mistake in data, files or arguments in one line.
+    """A mistake in data, files or arguments, reported in one line.
 
-    The command line prints the line and exits with code 2; Python callers may catch it as a
+    The command line prints the line and exits with code 2. Python callers may catch it as a
     `ValueError`.
 
         raise DualencError("gamma must be in (0, 1], got 0", fix="leave it out", where="SogCLR")
@@ -21,7 +20,7 @@ class DualencError(ValueError):
     Args:
         problem: what is wrong.
         fix: how to correct it.
-        where: the file, folder, class or key that it is about.
+        where: file, folder, class or key that the error is about.
     """
 
     def __init__(self, problem: str, *, fix: str = "", where: object = "") -> None:
@@ -31,17 +30,23 @@ class DualencError(ValueError):
 
 
 class BadSample(DualencError):
-    """One sample cannot be used (undecodable image, empty text). Readers skip and count it, or
-    raise it."""
+    """A sample that cannot be used (undecodable image, empty text).
+
+    Readers skip and count it, or raise it.
+
+        raise BadSample("text is empty", where="row 17")
+    """
 
 
 class BelowTarget(DualencError):
-    """A measurement that does not reach what was asked for or promised; the command line exits with
-    code 1."""
+    """A measurement that missed its target. The command line exits with code 1.
+
+    raise BelowTarget("recall@10 is 0.91, below 0.95")
+    """
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """Return ` (did you mean …?)` with the valid word that is like a wrong one; "" if none is."""
+    """Return " (did you mean …?)" with the valid word most like a wrong one; "" if none is similar."""
     lowered = word.casefold()
     names = {name.casefold(): name for name in reversed(list(valid))}
     alike = difflib.get_close_matches(lowered, names, n=1, cutoff=0.74)
@@ -51,7 +56,9 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def _abbreviates(word: str, name: str) -> bool:
-    """True if one begins with the other, has all its parts, or has their initials."""
+    """Return True if one word begins with the other, has all its parts, or consists of its
+    initials.
+    """
     parts, own = (re.findall(r"[^\W_]+", text) for text in (name, word))
     if len(parts) > 1 and word == "".join(part[0] for part in parts):
         return True
@@ -62,24 +69,29 @@ def _abbreviates(word: str, name: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The beginning of another library's message as one line, of FAISS's without the C++ function
-    and file."""
+    """Return the beginning of another library's error message as one line.
+
+    The C++ function and file in messages of FAISS are removed.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)[:300].rstrip(
-        ".:"
-    )
+    reason = re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)
+    return reason[:300].rstrip(".:")
 
 
 @contextmanager
 def explain(what: str, advice: str) -> Iterator[None]:
-    """Report another library's error in one line: what failed, the first line of its message, and
-    advice."""
+    """Report another library's error in one line.
+
+    Args:
+        what: what failed; followed by the first line of the library's message.
+        advice: how to fix it.
+    """
     try:
         yield
     except DualencError:
         raise
     except Exception as error:
-        raise DualencError(f"{what} ({first_line(error)}); {advice}") from error
+        raise DualencError(f"{what} ({first_line(error)})", fix=advice) from error

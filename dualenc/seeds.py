@@ -1,4 +1,4 @@
-"""Random seeds: derived seeds, and the states of the generators of Python, numpy and torch."""
+"""Random seeds: derived seeds, and the generator states of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ import torch
 
 
 def derive_seed(*parts: int | str, bits: int = 63) -> int:
-    """A seed that is a pure function of numbers and words, the same on every machine; other parts
-    give another one.
+    """Derive a seed deterministically from integers and strings, independent of the platform.
+
+    Different parts give different seeds.
 
     Args:
-        parts: for instance ("batch", seed, epoch, index, view).
-        bits: the seed lies in [0, 2^bits); at most 64.
+        parts: numbers and words, such as ("batch", seed, epoch, index, view).
+        bits: number of bits, at most 64; the seed lies in [0, 2^bits).
     """
-    # As plain ints: repr(np.int64(1)) differs between versions of numpy.
+    # Converted to plain ints, because repr(np.int64(1)) differs between numpy versions.
     plain = tuple(part if isinstance(part, str) else int(part) for part in parts)
     digest = hashlib.blake2b(repr(plain).encode(), digest_size=-(-bits // 8)).digest()
     return int.from_bytes(digest, "little") >> -bits % 8
 
 
 def seed_everything(seed: int, rank: int = 0) -> None:
-    """Seed Python's, numpy's and torch's generators as a function of (seed, rank)."""
+    """Seed the generators of Python, numpy and torch as a function of (seed, rank)."""
     derived = derive_seed("rank", seed, rank)
     random.seed(derived)
-    np.random.seed(derived % 2**32)  # noqa: NPY002  # augmentations of other libraries use the legacy generator
+    # Augmentations of other libraries use numpy's legacy generator.
+    np.random.seed(derived % 2**32)  # noqa: NPY002
     torch.manual_seed(derived)
 
 
 def random_state() -> dict[str, Any]:
-    """The states of Python's, numpy's, torch's CPU and current CUDA generator, as types that
-    `torch.load` trusts."""
+    """Return the generator states of Python, numpy, torch on the CPU and the current CUDA device.
+
+    All values have types that `torch.load` accepts with weights_only=True.
+    """
     _, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]  # noqa: NPY002
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -61,8 +65,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Restore all generators at the end, so that an evaluation does not change what the training
-    draws."""
+    """Restore all generators on exit, so that an evaluation does not change the training draws."""
     state = random_state()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Type aliases and checks of arguments that several parts of the package share."""
+"""Type aliases and argument checks that several parts of the package share."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 StrPath: TypeAlias = "str | os.PathLike[str]"
 Side: TypeAlias = Literal["left", "right"]
-"""A tower, and the items that it encodes."""
+"""Name of a tower and of the items that it encodes."""
 Modality: TypeAlias = Literal["text", "image", "vector"]
 OnError: TypeAlias = Literal["skip", "raise"]
-"""How to treat a sample that cannot be read: leave it out, count and report it; or stop the run."""
+"""What to do with a sample that cannot be read: skip, count and report it; or stop the run."""
 Inputs: TypeAlias = "dict[str, Tensor]"
-"""Inputs of a tower: tensors by name, a row per item."""
+"""Inputs of a tower: tensors by name, with one row per item."""
 Pooling: TypeAlias = Literal[
     "mean", "cls", "last", "lasttoken", "max", "mean_sqrt_len_tokens", "weightedmean"
 ]
-"""How the vectors of a text's tokens are combined, by the names of sentence-transformers; "last" is
-"lasttoken"."""
+"""Pooling of token vectors, with the names of sentence-transformers; "last" means "lasttoken"."""
 Output: TypeAlias = Literal["embedding", "features"]
-"""Outputs of a tower: unit-norm embeddings, or the backbone's features before the projector."""
+"""Output of a tower: unit-norm embeddings, or the backbone's features before the projector."""
 Metric: TypeAlias = Literal["cosine", "ip"]
-"""Of an index: cosine similarity, or inner product."""
+"""Index similarity: cosine or inner product ("ip")."""
 Vectors: TypeAlias = "npt.NDArray[np.floating]"
-"""(N, D) in memory."""
+"""(N, D) array in memory."""
 Integers: TypeAlias = "npt.NDArray[np.integer]"
 
 
 class Items(Protocol):
-    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,) for a vector. A list is
-    one."""
+    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,). A plain list qualifies."""
 
     def __len__(self) -> int: ...
 
@@ -46,12 +44,13 @@ class Items(Protocol):
 
 
 def check_several(argument: str, values: object) -> None:
-    """Raise a `DualencError` if a single text is given where several are expected."""
+    """Raise if a single string is given where several are expected."""
     if isinstance(values, (str, bytes)):
         shown = repr(values[:60])
-        raise DualencError(f"{argument}: {shown} is one text, not a list of texts; give [{shown}]")
+        problem = f"{shown} is one text, not a list of texts"
+        raise DualencError(problem, fix=f"give [{shown}]", where=argument)
 
 
 def one_or_several(values: Iterable[Value] | str) -> Iterable[Value] | list[str]:
-    """Return the values; a single text becomes a list of one."""
+    """Return the values; a single string becomes a list of one."""
     return [values] if isinstance(values, str) else values

@@ -1,1 +1,1 @@
-"""Files, safe reads, checksums, decoding and the terminal."""
+"""Files: atomic writes, safe reads, checksums, image decoding, and output for a terminal."""

@@ -1,5 +1,4 @@
-"""Checksums of a folder's files: written into its meta.json, and compared with it when the folder
-is opened."""
+"""Checksums of a folder's files: stored in its meta.json, and verified when it is opened."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from dualenc.io.reading import open_regular
 from dualenc.types import StrPath
 
 READ_AT_OPENING = 2**26
-"""Bytes of a folder that opening it reads to compare checksums (40 ms)."""
+"""Maximum number of bytes that opening a folder reads to compare checksums (40 ms)."""
 
 
 def checksum(path: StrPath) -> str:
-    """SHA-256 of a regular file, in hexadecimal."""
+    """Return the SHA-256 of a regular file as a hexadecimal string."""
     digest = hashlib.sha256()
     with open_regular(path) as stream:
         while block := stream.read(1 << 20):
@@ -27,17 +26,20 @@ def checksum(path: StrPath) -> str:
 
 
 def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of files of a folder by name, several at a time."""
+    """Return the SHA-256 of files of a folder by name; computed in parallel."""
     names = list(names)
     paths = [folder / name for name in names]
+    # Threads suffice: hashlib releases the GIL.
     with ThreadPoolExecutor(max_workers=8) as threads:
         digests = threads.map(checksum, paths)
         return dict(zip(names, digests, strict=True))
 
 
 def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """What meta.json records of a folder's files: under `files` their SHA-256, under `sizes` their
-    bytes, by name."""
+    """Return the entries of meta.json about a folder's files.
+
+    `files` has their SHA-256 and `sizes` their bytes, by name.
+    """
     names = list(names)
     return {
         "sizes": {name: (folder / name).stat().st_size for name in names},
@@ -48,43 +50,44 @@ def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 def verify_files(
     folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool
 ) -> None:
-    """Verify that a folder's files are those that were written.
+    """Verify that the files of a folder are unchanged since they were written.
 
     Args:
-        folder: that holds them.
-        names: the files that belong to it.
-        meta: its meta.json, with the entries of `recorded`.
-        remedy: what to do about it, for the error.
-        whole: read all files. Otherwise at most `READ_AT_OPENING` bytes, the smallest files first.
+        folder: folder that contains the files.
+        names: names of the files that belong to it.
+        meta: contents of its meta.json, with the entries of `recorded`.
+        remedy: fix to suggest in errors.
+        whole: True to read all files; otherwise at most `READ_AT_OPENING` bytes, smallest files
+            first.
+
+    Raises:
+        DualencError: a file is missing, truncated or corrupt, or is not listed.
     """
     names = sorted(names)
     for key in ("files", "sizes"):
         by_name = meta.get(key)
         if not isinstance(by_name, dict) or sorted(by_name) != names:
-            raise DualencError(
-                f"{folder / 'meta.json'}: its {key} are not those of the folder; {remedy}"
-            )
+            problem = f"its {key} are not those of the folder"
+            raise DualencError(problem, fix=remedy, where=folder / "meta.json")
     for name in names:
         path = folder / name
         if not path.is_file():
-            raise DualencError(f"{path}: missing; {remedy}")
+            raise DualencError("missing", fix=remedy, where=path)
         size = path.stat().st_size
         expected = meta["sizes"][name]
         if size != expected:
-            raise DualencError(
-                f"{path}: truncated or corrupt ({size} bytes instead of {expected}); {remedy}"
-            )
+            problem = f"truncated or corrupt ({size} bytes instead of {expected})"
+            raise DualencError(problem, fix=remedy, where=path)
     if not whole:
         names = _smallest(meta["sizes"])
     for name, digest in checksums(folder, names).items():
         if digest != meta["files"][name]:
-            raise DualencError(
-                f"{folder / name}: corrupt, its checksum is not that of meta.json; {remedy}"
-            )
+            problem = "corrupt, its checksum is not that of meta.json"
+            raise DualencError(problem, fix=remedy, where=folder / name)
 
 
 def _smallest(present: Mapping[str, int]) -> list[str]:
-    """The smallest files, together at most `READ_AT_OPENING` bytes."""
+    """Return the smallest files, together at most `READ_AT_OPENING` bytes."""
     names = []
     left = READ_AT_OPENING
     for name in sorted(present, key=present.__getitem__):

@@ -1,4 +1,4 @@
-"""Image decoding: upright, three channels, 8 bits; what cannot be decoded is a bad sample."""
+"""Image decoding: upright, RGB, 8 bits. An image that cannot be decoded is a `BadSample`."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ from dualenc.io.reading import open_regular
 from dualenc.types import StrPath
 
 MAX_BYTES = 256 << 20
-"""Larger image files are not read."""
+"""Maximum size of an image file; larger ones are not read."""
 MAX_PIXELS = 89_478_485
-"""Images with more pixels are not decoded (a quarter of a GB in memory), unless
-`PIL.Image.MAX_IMAGE_PIXELS` is set."""
+"""Maximum number of pixels (a quarter of a GB in memory), unless `PIL.Image.MAX_IMAGE_PIXELS` is
+set."""
 
 _ORIENTATION = 0x0112  # EXIF tag
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's other plugins start programs (EPS), or do not report the true size (ICO)."""
+"""Formats that are decoded. Pillow's other plugins start programs (EPS) or misreport the size
+(ICO)."""
 _COMMON_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 
 
 def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode the contents of an image file to an upright RGB image; errors name the file by
-    `where`."""
+    """Decode the contents of an image file to an upright RGB image.
+
+    Args:
+        data: contents of the file.
+        where: name of the file, for errors.
+
+    Raises:
+        BadSample: the image cannot be decoded, or is too large.
+    """
     formats = _formats()
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data):,} bytes are more than {MAX_BYTES:,}")
         with warnings.catch_warnings():
-            # Counted below.
+            # Pixels are checked below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
         max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
@@ -43,15 +51,16 @@ def decode_image(data: bytes, where: str) -> Image.Image:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
         return _to_rgb(_upright(image))
     except UnidentifiedImageError:
-        reason = f"it is no image of a known format: {', '.join(formats)}"
+        reason = f"it is not an image of a known format: {', '.join(formats)}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
-        # In one line, without the address of the buffer that Pillow read from.
+        # Without the address of the buffer that Pillow read from.
         reason = re.sub(r"<_io\.[^>]*>", "it", first_line(error))
-    raise BadSample(f"{where}: image cannot be decoded ({reason}); replace or remove it")
+    problem = f"image cannot be decoded ({reason})"
+    raise BadSample(problem, fix="replace or remove it", where=where)
 
 
 def has_image_format(data: bytes) -> bool:
-    """True if the contents of a file begin as one of the formats that are decoded."""
+    """Return True if file contents begin like one of the supported formats."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -64,40 +73,38 @@ def has_image_format(data: bytes) -> bool:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The image as it is, or turned as its EXIF data says."""
+    """Turn an image as its EXIF orientation says."""
     return image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode as RGB; a `ValueError` for pixels without a range that could be scaled
-    to 8 bits."""
-    # Pillow clips these modes to 0 ... 255. Of "I" only PNG and PPM are known to mean 16 bits.
+    """Convert an image of any mode to RGB; `ValueError` if its pixels have no range to scale."""
+    # Pillow would clip these modes to 0 … 255. "I" reliably means 16 bits in PNG and PPM only.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
         integers = image.convert("I")
         image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
-        raise ValueError(
-            f"its pixels (mode {image.mode}) have no range of brightness; save it with 8 or 16 bits"
-        )
+        problem = f"its pixels (mode {image.mode}) have an unknown range"
+        raise ValueError(f"{problem}; save it with 8 or 16 bits")
     return image.convert("RGB")
 
 
 def rgb_item(item: Any, where: str) -> Any:
-    """A raw item as towers take it: images upright and as RGB, texts and vectors unchanged."""
+    """Return a raw item in the form towers take: upright RGB images; texts and vectors unchanged."""
     if not isinstance(item, Image.Image):
         return item
     try:
-        item.load()  # of a file that was opened, the pixels may be read only now
+        item.load()  # a lazily opened file is read here
         upright = _upright(item)
         return upright if upright.mode == "RGB" else _to_rgb(upright)
     except (ValueError, OSError) as error:
-        raise BadSample(f"{where}: image cannot be used ({error})") from None
+        raise BadSample(f"image cannot be used ({error})", where=where) from None
 
 
 @cache
 def image_suffixes() -> tuple[str, ...]:
-    """The suffixes of the files that are decoded, in lower case, common ones first."""
+    """Return the suffixes of supported files in lower case, common ones first."""
     registered = Image.registered_extensions()
     names = {name for name, kind in registered.items() if kind in _FORMATS}
     return (*_COMMON_SUFFIXES, *sorted(names.difference(_COMMON_SUFFIXES)))
@@ -105,13 +112,13 @@ def image_suffixes() -> tuple[str, ...]:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """The formats that this Pillow was built with."""
+    """Return the supported formats that this Pillow was built with."""
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def has_image(path: StrPath) -> bool:
-    """True if a file begins as an image that can be decoded, whatever its name."""
+    """Return True if a file begins like a supported image, whatever its name."""
     with (
         suppress(OSError, DualencError, ValueError),
         open_regular(path) as stream,
@@ -128,10 +135,8 @@ def open_image(path: StrPath) -> Image.Image:
     try:
         with open_regular(path) as stream:
             data = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise BadSample(
-            f"{path}: image cannot be read ({error.strerror or error}); check the path"
-        ) from None
-    except (DualencError, ValueError) as error:
-        raise BadSample(f"{path}: image cannot be read ({error}); check the path") from None
+    except (OSError, DualencError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        problem = f"image cannot be read ({reason})"
+        raise BadSample(problem, fix="check the path", where=path) from None
     return decode_image(data, str(path))

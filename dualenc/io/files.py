@@ -1,15 +1,15 @@
-"""Atomic writes: a file or folder is complete or absent, whatever kills its writer.
+"""Atomic writes: a file or folder is complete or absent, even if its writer is killed.
 
-A writer works in a folder beside the target and holds the lock in it, which the system frees when
-the process ends:
+A writer works in a folder beside the target and holds the lock in it, which the system releases
+when the process ends:
 
     .NAME.part/
         lock        one writer at a time
-        new-NAME    being written; renamed to NAME once it is complete
+        new-NAME    being written; renamed to NAME when complete
         old-NAME    the folder that it replaces
 
 A file is replaced in one rename. A folder cannot be renamed over another: the old one moves to
-`old-NAME` first, which says that `new-NAME` is complete. `recover` restores the folder if a writer
+`old-NAME` first, which shows that `new-NAME` is complete. `recover` restores the folder if a writer
 was killed between the two renames.
 """
 
@@ -38,34 +38,36 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 DESCRIPTIONS = ("meta.json", "settings.json", "plan.json")
-"""Files by which folders that are replaced, or resumed, are recognised."""
+"""Files that identify folders which are replaced or resumed."""
 _MAX_ATTEMPTS = 100
-"""How often a process tries again because another one replaced or removed a folder meanwhile."""
+"""Maximum number of attempts if another process keeps replacing or removing a folder."""
 _FULL_DISK = ("No space left on device", "Disk quota exceeded")
 _NEARLY_FULL = 2**16
-"""Free bytes below which a failed write is taken for one on a full disk."""
+"""Free bytes below which a failed write counts as one on a full disk."""
 _MAX_SWAP_SECONDS = 5.0
-"""How long a reader waits for a living writer that is between the two renames of a folder."""
+"""Time a reader waits for a living writer that is between the two renames of a folder."""
 
 
 class _Work:
-    """A writer's folder beside its target."""
+    """The work folder of a writer, beside its target."""
 
     def __init__(self, target: StrPath) -> None:
         path = Path(os.path.abspath(target))
-        # Of symbolic links, files replace the link, folders what it points to.
+        # A file replaces a symbolic link; a folder replaces the link's destination.
         self.target = path if path.is_file() else Path(os.path.realpath(path))
         self.folder = self.target.with_name(f".{self.target.name}.part")
-        # The target's own name comes last: some libraries go by the suffix.
+        # The name ends with that of the target, because some libraries depend on the suffix.
         self.new = self.folder / f"new-{self.target.name}"
         self.old = self.folder / f"old-{self.target.name}"
-        # One object per path and process: the same thread may lock a target again.
+        # A single object per path and process, so that the same thread may lock a target again.
         self.lock = FileLock(self.folder / "lock", is_singleton=True)
 
     @contextmanager
     def locked(self, timeout: float = -1) -> Iterator[None]:
-        """Hold the lock in this context; what a killed writer left is put in place or removed
-        first."""
+        """Hold the lock in this context.
+
+        The remains of a killed writer are put in place or removed first.
+        """
         with removed_if_refused(self.target.parent):
             self._acquire(timeout)
             is_outermost = self.lock.lock_counter == 1
@@ -79,23 +81,26 @@ class _Work:
                 self.lock.release()
 
     def is_swapping(self) -> bool:
-        """Whether the target is missing, between the two renames."""
+        """Return True if the target is missing because a writer is between the two renames."""
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
 
     def _acquire(self, timeout: float) -> None:
         for _ in range(_MAX_ATTEMPTS):
-            # Another process may remove the folder between these two lines.
+            # Another process may remove the folder between mkdir and acquire.
             with suppress(FileNotFoundError, FileExistsError):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 if others := self.others():
-                    problem = f"holds {others[0]!r}, which dualenc did not write"
-                    raise DualencError(f"{self.folder}: {problem}; move it away")
+                    raise DualencError(
+                        f"holds {others[0]!r}, which dualenc did not write",
+                        fix="move it away",
+                        where=self.folder,
+                    )
                 self.lock.acquire(timeout)
                 return
-        raise DualencError(f"{self.folder}: cannot be locked; move it away")
+        raise DualencError("cannot be locked", fix="move it away", where=self.folder)
 
     def others(self) -> list[str]:
-        """What somebody else has put into a folder of this name."""
+        """Return the names of foreign files in the work folder."""
         own = (self.new.name, self.old.name, "lock", ".nfs")
         return [name for name in sorted(os.listdir(self.folder)) if not name.startswith(own)]
 
@@ -106,10 +111,10 @@ class _Work:
         remove(self.old)
 
     def _clean_up(self) -> None:
-        # What cannot be settled now is left to `recover`.
+        # `recover` handles what cannot be settled now.
         with suppress(OSError):
             self._settle()
-        # Removed while it is held: whoever waits for a removed lock file notices, and tries again.
+        # Removed while held: a process that waits for a removed lock file notices, and tries again.
         Path(self.lock.lock_file).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
@@ -117,12 +122,17 @@ class _Work:
 
 @contextmanager
 def atomic_path(target: StrPath) -> Iterator[Path]:
-    """Yield a path to write a file to; on success it replaces the target, after an error the old
-    target stays."""
+    """Yield a path to write a file to; on success it replaces the target.
+
+    After an error the old target stays.
+
+    Args:
+        target: path of the file.
+    """
     check_file_target(target)
     work = _Work(target)
-    # Twice: the lock may not fit on the disk, and what was written fills it until the lock is
-    # released.
+    # Explained twice: taking the lock may fail on a full disk, and while it is held the partial
+    # output keeps the disk full.
     with explain_full_disk(target), work.locked(), explain_full_disk(target):
         yield work.new
         _sync(work.new)
@@ -131,13 +141,14 @@ def atomic_path(target: StrPath) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -> Iterator[Path]:
-    """Yield a path to write a folder to; on success it replaces the target, after an error the old
-    target stays.
+    """Yield a path to write a folder to; on success it replaces the target.
+
+    After an error the old target stays.
 
     Args:
-        target: the folder, missing, empty or of the kind that is written.
-        is_ours: whether a folder is of that kind.
-        what: that kind, in the error: "holds no …".
+        target: path of the folder, which is missing, empty or of the kind that is written.
+        is_ours: function that returns True if a folder is of that kind.
+        what: name of that kind, for the error: "already exists and holds no …".
     """
     work = _Work(target)
     with explain_full_disk(target), work.locked(), explain_full_disk(target):
@@ -153,7 +164,7 @@ def atomic_folder(target: StrPath, is_ours: Callable[[Path], bool], what: str) -
 
 @contextmanager
 def explain_full_disk(target: StrPath) -> Iterator[None]:
-    """Report in one line which disk is full, whatever the library that writes a target says."""
+    """Report a full disk in one line that names it, whichever library writes the target."""
     try:
         yield
     except Exception as error:
@@ -162,9 +173,11 @@ def explain_full_disk(target: StrPath) -> Iterator[None]:
         usage = shutil.disk_usage(folder)
         if not _is_full_disk(error, usage.free):
             raise
-        problem = f"the disk is full ({usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB are free in {folder})"
+        free = f"{usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB"
         raise DualencError(
-            f"{target}: {problem}; free some space, or name a folder on another disk"
+            f"the disk is full ({free} are free in {folder})",
+            fix="free some space, or name a folder on another disk",
+            where=target,
         ) from error
 
 
@@ -172,11 +185,11 @@ def _is_full_disk(error: Exception, free: int) -> bool:
     cause: BaseException | None = error
     while cause is not None:
         is_reported = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        # FAISS, safetensors and tokenizers raise errors of their own with the system's words.
+        # FAISS, safetensors and tokenizers raise their own errors with the system's message.
         if is_reported or any(words in str(cause) for words in _FULL_DISK):
             return True
         cause = cause.__cause__ or cause.__context__
-    # numpy and torch only count the bytes that were not written.
+    # numpy and torch report only the number of unwritten bytes.
     has_no_reason = isinstance(error, RuntimeError) or (
         isinstance(error, OSError) and error.errno is None
     )
@@ -184,37 +197,42 @@ def _is_full_disk(error: Exception, free: int) -> bool:
 
 
 def _sync(file: Path) -> None:
-    """Flush contents to the disk before a rename, so that a power cut cannot leave an empty
-    target."""
+    """Flush a file to disk before a rename: a power cut must not leave an empty target."""
     with open(file, "rb") as stream:
         os.fsync(stream.fileno())
 
 
 @contextmanager
 def locked(target: StrPath, wait: bool = True, option: str = "--out") -> Iterator[None]:
-    """Lock an output in this context, so that processes that write it take turns; the same thread
-    may lock it again.
+    """Lock an output in this context, so that processes that write it take turns.
+
+    The same thread may lock it again.
 
     Args:
-        target: the file or folder, which need not exist.
-        wait: for another process that writes it; otherwise raise.
-        option: that names the output, for the error.
+        target: path of the file or folder, which need not exist.
+        wait: True to wait for another process that writes it, False to raise.
+        option: name of the option that sets the output, for the error.
+
+    Raises:
+        DualencError: another process writes the output, and `wait` is False.
     """
     with ExitStack() as stack:
         try:
             stack.enter_context(_Work(target).locked(-1 if wait else 0))
         except Timeout:
-            problem = f"another dualenc process is writing {target}"
-            raise DualencError(f"{problem}; wait for it or choose another {option}") from None
+            raise DualencError(
+                f"another dualenc process is writing {target}",
+                fix=f"wait for it or choose another {option}",
+            ) from None
         yield
 
 
 def is_locked(target: StrPath) -> bool:
-    """Whether another process writes an output."""
+    """Return True if another process writes an output."""
     work = _Work(target)
     try:
         if work.folder.is_dir():
-            # Others may look at the same time, for a moment.
+            # Other processes may check at the same time, and hold the lock for a moment.
             with work.locked(0.5):
                 pass
     except Timeout:
@@ -223,77 +241,92 @@ def is_locked(target: StrPath) -> bool:
 
 
 def was_replaced_by_killed(target: StrPath) -> bool:
-    """Whether a writer that replaced a folder was killed before it removed the old one."""
+    """Return True if a writer replaced a folder and was killed before it removed the old one."""
     work = _Work(target)
     return work.old.exists() and work.target.exists()
 
 
 def recover(target: StrPath, *, unfinished: bool = False) -> None:
-    """Restore a folder whose writer was killed between the two renames; call it before a folder is
-    opened.
+    """Restore a folder whose writer was killed between the two renames; call before opening it.
 
     Args:
-        target: the file or folder.
-        unfinished: remove what dead writers did not finish, too; only for whoever is about to write
-            the target.
+        target: path of the file or folder.
+        unfinished: also remove what dead writers did not finish; only for a process that is about
+            to
+            write the target.
     """
     work = _Work(target)
     is_missing = work.is_swapping()
     if not is_missing and not (unfinished and work.folder.is_dir() and not work.others()):
         return
     try:
-        # A missing target may be that of a living writer, for a moment.
+        # The target of a living writer may be missing for a moment.
         with work.locked(_MAX_SWAP_SECONDS if is_missing else 0):
             pass
     except Timeout:
         pass
     except OSError as error:
-        problem = f"a killed process has left it in {work.folder} ({error})"
-        raise DualencError(f"{target}: {problem}; move it back") from None
+        raise DualencError(
+            f"a killed process has left it in {work.folder} ({error})",
+            fix="move it back",
+            where=target,
+        ) from None
 
 
 def recover_inside(folder: StrPath) -> None:
-    """`recover` all targets in a folder, for whoever writes there."""
+    """Recover all targets in a folder, for a process that writes there."""
     for work in sorted(Path(folder).glob(".*.part")):
         recover(work.with_name(work.name[1:].removesuffix(".part")), unfinished=True)
 
 
 def check_file_target(path: StrPath) -> None:
-    """Refuse a folder where a file is to be written."""
+    """Raise if a file is to be written where a folder is."""
     if os.path.isdir(path):
-        raise DualencError(f"{path}: is a folder, and a file is written here; name a file in it")
+        problem = "is a folder, but the output is a file"
+        raise DualencError(problem, fix="name a file in it", where=path)
 
 
 def check_folder_target(
     folder: StrPath, is_ours: Callable[[Path], bool], what: str, is_replaced: bool = False
 ) -> None:
-    """Refuse a file, a folder of another kind, and a mount point that is replaced; arguments as of
-    `atomic_folder`."""
+    """Raise on a file, a folder of another kind, or a mount point that would be replaced.
+
+    Args:
+        folder: path of the folder, which need not exist.
+        is_ours: function that returns True if a folder is of the kind that is written.
+        what: name of that kind, for the error.
+        is_replaced: True if the folder is replaced as a whole.
+    """
     folder = Path(folder)
     if is_replaced and os.path.ismount(os.path.realpath(folder)):
-        raise DualencError(
-            f"{folder}: is a mount point, which cannot be replaced; name a folder in it"
-        )
+        problem = "is a mount point, which cannot be replaced"
+        raise DualencError(problem, fix="name a folder in it", where=folder)
     recover(folder)
     is_free = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
     if not is_free and not (folder.is_dir() and is_ours(folder)):
-        raise DualencError(f"{folder}: exists and holds no {what}; choose a new or empty folder")
+        problem = f"already exists and holds no {what}"
+        raise DualencError(problem, fix="choose a new or empty folder", where=folder)
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder, which need not exist, that files cannot be written to."""
+    """Raise if files cannot be written to a folder, which need not exist."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        fault = f"cannot be written ({error.strerror})"
-        raise DualencError(f"{folder}: {fault}; choose another --out") from None
+        problem = f"cannot be written ({error.strerror})"
+        raise DualencError(problem, fix="choose another --out", where=folder) from None
 
 
 def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:
-    """Repeat `read`, which opens all that is needed of a folder, until all is of one generation of
-    the folder."""
+    """Call `read` until everything it opens belongs to one generation of a folder.
+
+    Args:
+        folder: path of a folder that is replaced as a whole.
+        read: function that opens all that is needed of the folder.
+    """
+    # meta.json is renamed with its folder, so its inode identifies the generation.
     meta = Path(folder) / "meta.json"
     for _ in range(_MAX_ATTEMPTS):
         generation = version_of(meta)
@@ -305,11 +338,12 @@ def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:
             continue
         if version_of(meta) == generation:
             return result
-    raise DualencError(f"{folder}: other processes keep replacing it; try again later")
+    problem = "other processes keep replacing it"
+    raise DualencError(problem, fix="try again later", where=folder)
 
 
 def version_of(path: Path) -> tuple[int, int] | None:
-    """Identify a version of a file that is replaced atomically; None if it is missing."""
+    """Return an identifier of a version of an atomically replaced file; None if it is missing."""
     with suppress(OSError):
         status = path.stat()
         return status.st_ino, status.st_mtime_ns
@@ -317,7 +351,12 @@ def version_of(path: Path) -> tuple[int, int] | None:
 
 
 def is_folder_of(folder: StrPath, expected: str) -> bool:
-    """Whether a folder that is replaced whole holds a format, by its meta.json."""
+    """Return True if a folder has a format, by its meta.json.
+
+    Args:
+        folder: path of a folder that is replaced as a whole.
+        expected: name of the format.
+    """
     path = Path(folder) / "meta.json"
 
     def read() -> bool:
@@ -328,8 +367,10 @@ def is_folder_of(folder: StrPath, expected: str) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder if it exists; the files that identify a folder last, so that its
-    rest is recognised."""
+    """Remove a file or folder if it exists.
+
+    The files that identify a folder go last, so that the rest is recognized if this is interrupted.
+    """
     if path.is_dir() and not path.is_symlink():
         for child in list(path.iterdir()):
             if child.name not in DESCRIPTIONS:
@@ -341,12 +382,12 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def removed_if_refused(folder: StrPath, finished: str | None = None) -> Iterator[None]:
-    """Remove empty folders that were made in this context, so that a refusal leaves nothing.
+    """Remove empty folders that were created in this context, so that a refusal leaves nothing.
 
     Args:
-        folder: where the work goes, with those above it.
-        finished: glob pattern of finished work; after an error without any, a new folder is removed
-            with its files.
+        folder: path that the work goes to; its parents may be created, too.
+        finished: glob pattern of finished work. After an error without any, a new folder is removed
+            together with its files.
     """
     folder = Path(folder)
     made = [path for path in (folder, *folder.absolute().parents) if not os.path.lexists(path)]
@@ -357,15 +398,17 @@ def removed_if_refused(folder: StrPath, finished: str | None = None) -> Iterator
             remove(folder)
         raise
     finally:
-        # Inner folders first, up to one that holds something.
+        # Inner folders first, up to the first one that is not empty.
         for path in made:
             with suppress(OSError):
                 path.rmdir()
 
 
 def save_array(path: StrPath, array: np.ndarray) -> None:
-    """`np.save` through Python's stream: through C's, numpy misses a disk that is full when the
-    file is closed."""
+    """Save an array by `np.save` through a Python stream.
+
+    With a C stream, numpy misses a disk that is full when the file is closed.
+    """
     import numpy as np
 
     with open(path, "wb") as stream:
@@ -373,8 +416,10 @@ def save_array(path: StrPath, array: np.ndarray) -> None:
 
 
 def save_tensors(path: StrPath, value: Any) -> None:
-    """`torch.save` to a stream: given a path, torch misses a disk that is full when the file is
-    closed."""
+    """Save a value by `torch.save` through a Python stream.
+
+    Given a path, torch misses a disk that is full when the file is closed.
+    """
     import torch
 
     with open(path, "wb") as stream:
@@ -385,5 +430,5 @@ def write_json(target: StrPath, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     with atomic_path(target) as part:
-        # Names of files need not be UTF-8; JSON escapes read back.
+        # File names need not be valid UTF-8; JSON escapes can be read back.
         part.write_text(text, encoding="utf-8", errors="backslashreplace")

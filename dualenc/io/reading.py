@@ -1,4 +1,4 @@
-"""Reading files that may be missing, corrupted, or no files at all."""
+"""Read files that may be missing, corrupted, or not regular files."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ Source = TypeVar("Source", bound="str | Path")
 _KINDS = {
     dict: "an object",
     list: "a list",
-    str: "a text",
-    int: "a whole number",
+    str: "a string",
+    int: "an integer",
     float: "a number",
     bool: "true or false",
     type(None): "null",
 }
+_RECREATE = "recreate the file"
 
 
 def open_regular(path: StrPath) -> BinaryIO:
     """Open a regular file for reading bytes."""
+    # Opening a FIFO would block until somebody writes to it; a device may never end.
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DualencError(f"{path}: not a file; give a regular file")
+        raise DualencError("not a regular file", fix="name a regular file", where=path)
     return open(path, "rb")
 
 
 def with_home(source: Source) -> Source:
-    """Return a path with the user's folder in place of a leading `~`, which no shell has expanded;
-    others unchanged."""
+    """Expand a leading `~` to the user's home folder; return other sources unchanged.
+
+    No shell has expanded it in a recipe or in `--option=~/path`.
+    """
     text = str(source)
     if not text.startswith("~") or os.path.lexists(text):
         return source
@@ -43,10 +47,14 @@ def with_home(source: Source) -> Source:
 
 
 def glob_files(pattern: str) -> list[Path]:
-    """The files that match a glob, sorted; what exists under its very name, `shards [v2]`, is no
-    pattern."""
+    """Return the files that match a glob, sorted.
+
+    A file whose name is the pattern itself, such as `shards [v2]`, is taken literally.
+    """
     if Path(pattern).is_file():
         return [Path(pattern)]
+    # Only the part below the last existing folder is a pattern: that folder's name may contain
+    # brackets.
     folder = next(parent for parent in Path(pattern).parents if parent.is_dir())
     inside = Path(pattern).relative_to(folder)
     names = glob.glob(str(Path(glob.escape(str(folder)), inside)), recursive=True)
@@ -54,8 +62,10 @@ def glob_files(pattern: str) -> list[Path]:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text can be encoded: lone surrogates, as in names of files that are not UTF-8,
-    cannot."""
+    """Return True if a text can be encoded.
+
+    Lone surrogates, which stand for undecodable bytes of file names, cannot.
+    """
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -68,40 +78,48 @@ def read_json(source: StrPath) -> Any:
         with open_regular(source) as stream:
             return json.loads(stream.read().decode("utf-8-sig"))
     except FileNotFoundError:
-        raise DualencError(f"{source}: no such file; is the folder complete?") from None
+        problem = "no such file"
+        raise DualencError(problem, fix="is the folder complete?", where=source) from None
     except DualencError:
         raise
     except (ValueError, RecursionError) as error:
-        raise DualencError(f"{source}: not valid JSON ({error}); write it again") from None
+        problem = f"not valid JSON ({error})"
+        raise DualencError(problem, fix=_RECREATE, where=source) from None
 
 
 def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+    """Read a JSON file that contains an object.
 
     Args:
-        source: the file.
-        kinds: required names, each with the type or tuple of types of its value; `True` is no
-            `int`.
+        source: path of the file.
+        kinds: required names, each with the type or tuple of types of its value. `True` does not
+            count
+            as an `int`.
     """
     value = read_json(source)
     if not isinstance(value, dict):
-        raise DualencError(
-            f"{source}: holds {_KINDS[type(value)]} instead of an object; write it again"
-        )
+        problem = f"holds {_KINDS[type(value)]} instead of an object"
+        raise DualencError(problem, fix=_RECREATE, where=source)
     check_fields(value, kinds or {}, source)
     return value
 
 
 def check_fields(value: Mapping[str, Any], kinds: Mapping[str, Any], source: StrPath) -> None:
-    """Refuse an object of JSON that lacks a name, or has a value of another type; `kinds` as of
-    `read_json_object`."""
+    """Raise if a JSON object lacks a name or has a value of another type.
+
+    Args:
+        value: the object.
+        kinds: required names and types, as in `read_json_object`.
+        source: path of the file, for the error.
+    """
     for name, required in kinds.items():
         if name not in value:
-            raise DualencError(f"{source}: lacks {name!r}; write it again")
+            raise DualencError(f"lacks {name!r}", fix=_RECREATE, where=source)
         allowed = required if isinstance(required, tuple) else (required,)
-        # Not isinstance: a bool would pass for an int.
+        # Not isinstance: a bool is an instance of int.
         kind = type(value[name])
         if kind not in allowed:
             expected = " or ".join(_KINDS[each] for each in allowed)
             actual = _KINDS.get(kind, kind.__name__)
-            raise DualencError(f"{source}: {name!r} is {actual}, not {expected}; write it again")
+            problem = f"{name!r} is {actual}, not {expected}"
+            raise DualencError(problem, fix=_RECREATE, where=source)

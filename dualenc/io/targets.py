@@ -1,4 +1,4 @@
-"""Refuse outputs in folders that a later command replaces as a whole, with all that is inside."""
+"""Refuse outputs in folders that a later command replaces or removes as a whole."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ REPLACED = {
     "dualenc engine": "the pushed embeddings",
     "dualenc quickstart": "the data of the quickstart",
 }
-"""Folders that are replaced as a whole, by the format in their meta.json."""
+"""Folders that are replaced as a whole, by the format in their meta.json, and their description."""
 RUN = "dualenc-run"
 RUN_FILES = ("metrics.jsonl", "checkpoints", "model", "recipe.yaml", "trackers")
-"""Parts of the folder of a run; other files in it stay."""
+"""Parts of a run folder that a later run replaces; other files in it stay."""
 
 
 def check_outside(target: StrPath, *, is_part: bool = False) -> None:
-    """Raise if an output would lie in a folder that another command replaces or removes.
+    """Raise if an output is inside a folder that another command replaces or removes.
 
-    That is an index, embeddings, pushed embeddings and the parts of a run, such as its model. Other
-    places in the folder of a run are free: RUN/index, RUN/report.html.
+    Such folders are indexes, embeddings, pushed embeddings and the parts of a run, such as its
+    model.
+    Other places in a run folder are allowed: RUN/index, RUN/report.html.
 
     Args:
-        target: the file or folder, which need not exist.
-        is_part: the target itself may be a part of a run.
+        target: path of the file or folder, which need not exist.
+        is_part: True if the target itself may be a part of a run.
 
     Raises:
         DualencError: names the folder around the target.
@@ -45,12 +46,15 @@ def check_outside(target: StrPath, *, is_part: bool = False) -> None:
             what = f"{part[0]} of the run {folder}"
         else:
             continue
-        problem = f"lies in {what}, and would be lost when that is replaced"
-        raise DualencError(f"{os.fspath(target)}: {problem}; choose a place outside")
+        raise DualencError(
+            f"lies in {what}, and would be lost when that is replaced",
+            fix="choose a place outside",
+            where=os.fspath(target),
+        )
 
 
 def _format_of(folder: Path) -> str:
-    """Return the format in the meta.json of a folder; "" if there is none."""
+    """Return the format in the meta.json of a folder; "" without one."""
     path = folder / "meta.json"
     with suppress(OSError, DualencError):
         if path.is_file():

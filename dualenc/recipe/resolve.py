@@ -7,8 +7,8 @@
     evaluator:  {class_path: RetrievalEvaluator, init_args: {…}}    # optional
     trainer:    {output: runs/mine, epochs: 3, batch_size: 32}
 
-A recipe is untrusted input; `dualenc.recipe.check` says what it may name. Values that one part
-takes from another (sizes of the data, the batch size, the seed) have no key: `Recipe.build` fills
+A recipe is untrusted input; `dualenc.recipe.check` defines what it may name. Values that one part
+takes from another (sizes of the data, the batch size, the seed) cannot be set: `Recipe.build` fills
 them in.
 """
 
@@ -41,28 +41,37 @@ SECTIONS = {
     "evaluator": "dualenc.training.evaluators.Evaluator",
     "trainer": "dualenc.training.trainer.Trainer",
 }
-"""The class that each section's class_path must derive from, or that takes its keys."""
+"""Base class of each section's class_path; for the trainer, the class that takes its keys."""
 OPTIONAL = ("batching", "evaluator")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe, read and checked, with every default filled in; `source` is what errors call it."""
+    """A checked recipe with every default filled in.
+
+        recipe = read_recipe("recipe.yaml", ["trainer.epochs=3"])
+        recipe.train()
+
+    Attributes:
+        sections: checked classes and their arguments, by section.
+        source: name of the recipe in errors.
+    """
 
     sections: Mapping[str, Any]
     source: str = "recipe"
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The resolved recipe as nested values of YAML, without what `build` fills in."""
+        """Resolved recipe as nested YAML values, without what `build` fills in."""
         settings: dict[str, Any] = json.loads(json.dumps(self.sections, default=str))
         return settings | {"trainer": settings["trainer"]["init_args"]}
 
     def build(self) -> dict[str, Any]:
-        """Make all parts, by section; `trainer.seed` determines the model's initial weights."""
+        """Create all parts, by section; `trainer.seed` determines the model's initial weights."""
         from dualenc.seeds import seed_everything
 
-        # The trainer's mistakes are reported before data and models are read, which takes longer.
+        # The trainer comes first, so that mistakes in it are reported before data and models are
+        # read.
         trainer = build(self.sections["trainer"], f"{self.source}: trainer", {})
         seed_everything(trainer.seed)
         data = build(self.sections["data"], f"{self.source}: data", {})
@@ -82,11 +91,14 @@ class Recipe:
         return parts
 
     def train(self, resume: bool = False) -> TrainingResult:
-        """Make all parts and train; `resume` continues from the latest checkpoint in
-        `trainer.output`."""
+        """Create all parts and train.
+
+        Args:
+            resume: continue from the latest checkpoint in `trainer.output`.
+        """
         from dualenc.training.checkpoint import check_run_folder
 
-        # Reading the data may take long.
+        # Checked first, because reading the data may take long.
         check_run_folder(self.settings["trainer"]["output"])
         parts = self.build()
         trainer: Trainer = parts.pop("trainer")
@@ -96,25 +108,29 @@ class Recipe:
 def read_recipe(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), allow_modules: Sequence[str] = ()
 ) -> Recipe:
-    """Read a recipe and apply changes to it; no class is made, and no other module imported, before
-    all is checked.
+    """Read a recipe and apply overrides.
+
+    No class is created, and no other module imported, before everything is checked.
 
     Args:
-        path: YAML file.
-        overrides: `section.key=value` each, such as "trainer.epochs=3" or
-            "objective.class_path=SogCLR"; `init_args.` may be left out behind the section:
+        path: path of the YAML file.
+        overrides: settings `section.key=value`, such as "trainer.epochs=3" or
+            "objective.class_path=SogCLR". `init_args.` may be left out after the section:
             "objective.temperature=0.05". A new class starts from its defaults; the order does not
-            matter. A value is YAML, but a text without quotes is as typed.
+            matter. Values are YAML, except that unquoted strings are taken literally.
         allow_modules: modules other than `dualenc` whose classes the recipe may name, such as
             "my_package".
 
     Raises:
-        DualencError: not YAML, an unknown key or class (names the nearest valid one), a missing
-            argument, a value of the wrong type, a class that is not of dualenc or an allowed
-            module, or not of the expected type.
+        DualencError: the file is not YAML; a key or class is unknown (the error suggests the
+            nearest
+            valid one); an argument is missing; a value has the wrong type; a class is outside
+            dualenc
+            and the allowed modules, or does not have the expected type.
     """
     settings = _read_yaml(Path(path))
-    # Outer ones first, and a class before its arguments, which it would drop.
+    # Outer keys first, and a class before its arguments, because a new class drops the old
+    # arguments.
     overrides = list(one_or_several(overrides))
     changes = sorted(
         map(_parsed, overrides), key=lambda each: (len(each[0]), each[0][-1] != "class_path")
@@ -127,8 +143,16 @@ def read_recipe(
 def make_recipe(
     settings: Mapping[str, Any], source: str = "recipe", allow_modules: Sequence[str] = ()
 ) -> Recipe:
-    """A recipe from nested values, as a YAML file holds them, called `source` in errors; else as
-    `read_recipe`."""
+    """Check nested values, as a YAML file contains them, and return a recipe.
+
+    Args:
+        settings: values by section.
+        source: name of the recipe in errors.
+        allow_modules: see `read_recipe`.
+
+    Raises:
+        DualencError: see `read_recipe`.
+    """
     allow_modules = list(one_or_several(allow_modules))
     check_keys(settings, SECTIONS, "a recipe", f"{source}: ")
     sections = {}
@@ -143,8 +167,7 @@ def make_recipe(
 
 
 def _with_home(value: Any) -> Any:
-    """Nested values with `~/` at the beginning of texts replaced by the user's folder, which no
-    shell has done here."""
+    """Expand `~/` at the beginning of strings in nested values; no shell has done it."""
     if isinstance(value, dict):
         return {name: _with_home(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -156,22 +179,25 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise DualencError(f"{path}: cannot be read ({problem}); name a recipe in YAML") from None
+        problem = f"cannot be read ({' '.join(str(error).split())})"
+        raise DualencError(problem, fix="name a recipe in YAML", where=path) from None
     if not isinstance(settings, dict):
         raise DualencError(
-            f"{path}: holds no sections; a recipe has model, data, objective and trainer"
+            "is not a mapping of sections",
+            fix="a recipe needs the sections model, data, objective and trainer",
+            where=path,
         )
     return settings
 
 
 def _parsed(override: str) -> tuple[list[str], str]:
-    """The names on the way to a value, with init_args behind the section, and the value's text."""
+    """Split an override into the keys of a value, with init_args inserted, and the value's text."""
     key, separator, text = override.partition("=")
     names = key.split(".")
     if not separator or not all(names):
         raise DualencError(
-            f"'{override}' is no override; write section.key=value: trainer.epochs=3"
+            f"'{override}' is not a valid override",
+            fix="expected section.key=value, e.g. trainer.epochs=3",
         )
     if len(names) > 1 and names[0] != "trainer" and names[1] not in CLASS_KEYS:
         names.insert(1, "init_args")
@@ -192,7 +218,7 @@ def _apply(settings: dict[str, Any], names: list[str], text: str) -> None:
 
 
 def _override_value(text: str) -> Any:
-    """YAML, but a text without quotes is as typed: blanks at its ends, # and : stay."""
+    """Parse a value as YAML; an unquoted string keeps its outer spaces, # and colons."""
     try:
         value = yaml.load(text, RecipeLoader)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""YAML of recipes: how they are read and written."""
+"""YAML of recipes: reading and writing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import yaml
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """YAML 1.2's plain values, where `no` is text, 1e-3 a number and 2001-01-01 no date; every key
-    once, no aliases."""
+    """Loads YAML 1.2's plain values; keys must be unique, and aliases are not allowed.
+
+    `no` is a string, 1e-3 a number, and 2001-01-01 a string.
+    """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def fetch_alias(self) -> NoReturn:
+        # Nested aliases expand exponentially ("billion laughs").
         raise yaml.YAMLError("aliases (*name) are not allowed; write the value again")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -24,12 +27,13 @@ class RecipeLoader(yaml.SafeLoader):
         if len(mapping) < len(node.value):
             [(key, _)] = Counter(key.value for key, _ in node.value).most_common(1)
             line = node.start_mark.line + 1
-            raise yaml.YAMLError(f"the key {key} is given twice in line {line} ff.; remove one")
+            problem = f"the key {key} is given twice in line {line} ff."
+            raise yaml.YAMLError(f"{problem}; remove one")
         return mapping
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that YAML 1.1 or 1.2 would read as another value, such as "1e3"."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another value, such as "1e3"."""
 
 
 for _tag, _pattern in (
@@ -46,5 +50,5 @@ for _tag, _pattern in (
 
 
 def dump_recipe(settings: Mapping[str, Any]) -> str:
-    """The text of a YAML file from which `read_recipe` reads the same settings."""
+    """Return the text of a YAML file from which `read_recipe` reads the same settings."""
     return str(yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True))
