@@ -171,7 +171,7 @@ def _explain(error: BaseException, words: Sequence[str] = ()) -> str:
 
 
 def _about_hyphen(error: CycloptsError, words: Sequence[str], command: str) -> str:
-    """Explain a value that begins with a hyphen and how to write it; "" if that is not the problem."""
+    """Explain a value that begins with a hyphen and how to write it; "" if there is none."""
     if isinstance(error, UnknownOptionError):
         word = error.token.value or error.token.keyword or ""
         if "--" in words and word in words[words.index("--") :]:

@@ -1,4 +1,4 @@
-"""User-facing exceptions, one-line wrappers for third-party errors, and "did you mean" suggestions."""
+"""User-facing exceptions, wrappers for third-party errors, and suggestions of valid names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BelowTarget(DualencError):
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """Return " (did you mean …?)" with the valid word most like a wrong one; "" if none is similar."""
+    """Return " (did you mean …?)" with the valid word most like a wrong one, or ""."""
     lowered = word.casefold()
     names = {name.casefold(): name for name in reversed(list(valid))}
     alike = difflib.get_close_matches(lowered, names, n=1, cutoff=0.74)

@@ -19,7 +19,7 @@ Side: TypeAlias = Literal["left", "right"]
 """Name of a tower and of the items that it encodes."""
 Modality: TypeAlias = Literal["text", "image", "vector"]
 OnError: TypeAlias = Literal["skip", "raise"]
-"""What to do with a sample that cannot be read: skip, count and report it; or stop the run."""
+"""Action for a sample that cannot be read: skip, count and report it, or stop the run."""
 Inputs: TypeAlias = "dict[str, Tensor]"
 """Inputs of a tower: tensors by name, with one row per item."""
 Pooling: TypeAlias = Literal[
@@ -36,7 +36,7 @@ Integers: TypeAlias = "npt.NDArray[np.integer]"
 
 
 class Items(Protocol):
-    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,). A plain list qualifies."""
+    """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,). A list qualifies."""
 
     def __len__(self) -> int: ...
 

@@ -363,7 +363,7 @@ def test_a_refusal_leaves_finished_work_or_nothing(
         ("[" * 100_000, "not valid JSON"),
         ("[1]", "holds a list instead of an object"),
         ('{"name": "a"}', "lacks 'count'"),
-        ('{"name": "a", "count": true}', "'count' is true or false, not a whole number or null"),
+        ('{"name": "a", "count": true}', "'count' is true or false, not an integer or null"),
     ],
 )
 def test_json_of_the_wrong_shape(tmp_path: Path, text: str, message: str) -> None:

@@ -176,7 +176,7 @@ REFUSALS = [
     ("objective.temprature=1", r"temprature is not a key of SogCLR \(did you mean temperature\?\)"),
     (
         "objective.class_path=SogCRL",
-        r"is 'SogCRL', no class of type Objective in dualenc \(did you mean SogCLR\?\)",
+        r"is 'SogCRL', which is not a class of type Objective in dualenc \(did you mean SogCLR\?\)",
     ),
     (
         "objective.class_path=my_losses.clip.SogCLR",
@@ -184,7 +184,7 @@ REFUSALS = [
     ),
     (
         "objective.class_path=dualenc.nowhere.SogCLR",
-        r"'dualenc.nowhere.SogCLR', no class of type Objective .* \(did you mean SogCLR\?\)",
+        r"'dualenc.nowhere.SogCLR', which is not a class of type Objective .* \(did you mean SogCLR\?\)",
     ),
     (
         "objective={class_path: Matryoshka, init_args: {dims: [], objective: {class_path: DCL, init_args: {seed: 3}}}}",
@@ -204,7 +204,7 @@ REFUSALS = [
     ("data=null", "data is None; it must name a class of type PairDataset"),
     ("data={}", "data is {}; it must name a class of type PairDataset by class_path"),
     ("data.class_path=TablePairs", "data.path is missing; TablePairs needs it"),
-    ("trainer.epochs", "is no override; write section.key=value"),
+    ("trainer.epochs", "is not a valid override; expected section.key=value"),
     ("objective.proposals=all", r"objective\.proposals is not a key of SogCLR"),
     (
         "objective={class_path: EMC2, init_args: {proposals: all}}",
@@ -212,7 +212,7 @@ REFUSALS = [
     ),
     (
         "data={class_path: PairDataset, init_args: {left_items: {class_path: BeirPairs}}}",
-        "data.left_items.class_path is 'BeirPairs', no class of type Items in dualenc",
+        "data.left_items.class_path is 'BeirPairs', which is not a class of type Items in dualenc",
     ),
     # Of sources within a section:
     (
@@ -235,7 +235,7 @@ REFUSALS = [
     ("trainer.temperature=1", r"trainer\.temperature is not a key of Trainer$"),
     (
         "trainer.freeze=[!!binary aGk=]",
-        "trainer.freeze is no plain data .*bytes.*; give texts, numbers",
+        "trainer.freeze is not plain data .*bytes.*; give strings, numbers",
     ),
 ]
 
@@ -251,7 +251,7 @@ def test_mistakes_name_the_key_in_one_line(recipe, override, message):
     [
         ("a: [", "cannot be read .*line 1.*; name a recipe in YAML"),
         ("[" * 20_000, "cannot be read"),
-        ("- 1", "holds no sections"),
+        ("- 1", "is not a mapping of sections"),
         ("x: 1", "x is not a key of a recipe"),
         ("data:\n  path: a\n  path: a\n", "the key path is given twice in line 2"),
         ("{true: a, 1: b}", "is given twice in line 1"),

@@ -149,14 +149,14 @@ def test_plain_data_is_never_made_into_a_class(canary: Canary) -> None:
     popen = call("subprocess.Popen", args=canary.shell, shell=True)
     settings["model"]["init_args"]["backbone_args"] = popen
     with pytest.raises(
-        DualencError, match=r"model\.backbone_args holds class_path, but can name no class"
+        DualencError, match=r"model\.backbone_args contains class_path, but must not name a class"
     ):
         make_recipe(settings)
     mixture = call(
         "Mixture", sources={}, left_prompts={"class_path": f"{EVIL}.X", "init_args": "x"}
     )
     with pytest.raises(
-        DualencError, match=r"data\.left_prompts holds class_path, but can name no class"
+        DualencError, match=r"data\.left_prompts contains class_path, but must not name a class"
     ):
         make_recipe(recipe() | {"data": mixture})
     for value in (popen, {"class_path": f"{EVIL}.X"}):
@@ -273,7 +273,7 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
         config = make_recipe(settings, allow_modules=allowed).settings
         assert config["objective"]["init_args"]["sharpness"] == 2
     settings["model"]["init_args"]["augment"] = call(f"{parts}.NotCallable")
-    with pytest.raises(DualencError, match=r"NotCallable', no class of type Callable"):
+    with pytest.raises(DualencError, match=r"NotCallable', which is not a class of type Callable"):
         make_recipe(settings, allow_modules=[parts])
     for name in "abcd":
         for value in (f"{EVIL}.X", [f"{EVIL}.X"], call(f"{EVIL}.X")):
@@ -281,12 +281,12 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
                 settings = recipe() | {"objective": call(f"{parts}.Odd", **{name: value})}
                 make_recipe(settings, allow_modules=[parts])
             canary.assert_silent()
-    with pytest.raises(DualencError, match=r"'os\.system', no class of type Objective"):
+    with pytest.raises(DualencError, match=r"'os\.system', which is not a class of type Objective"):
         make_recipe(
             recipe() | {"objective": call("os.system", command="true")}, allow_modules=["os"]
         )
     # A class that an allowed module only imports is not its own.
-    with pytest.raises(DualencError, match=r"Linear', no class of type Objective"):
+    with pytest.raises(DualencError, match=r"Linear', which is not a class of type Objective"):
         make_recipe(recipe() | {"objective": call(f"{parts}.Linear")}, allow_modules=[parts])
 
 

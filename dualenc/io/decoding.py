@@ -78,7 +78,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB; `ValueError` if its pixels have no range to scale."""
+    """Convert an image of any mode to RGB; `ValueError` if the range of its pixels is unknown."""
     # Pillow would clip these modes to 0 … 255. "I" reliably means 16 bits in PNG and PPM only.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
@@ -91,7 +91,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def rgb_item(item: Any, where: str) -> Any:
-    """Return a raw item in the form towers take: upright RGB images; texts and vectors unchanged."""
+    """Return a raw item in the form towers take: images upright and RGB, others unchanged."""
     if not isinstance(item, Image.Image):
         return item
     try:

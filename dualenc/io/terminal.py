@@ -13,7 +13,7 @@ _QUERY = re.compile(r"(\b[A-Za-z][\w+.-]+:/[^\s?#]*)[?#]\S*?(?=[:;,.)\]'\"]*(?:\
 
 
 def without_credentials(text: str) -> str:
-    """Remove user names, passwords, queries and fragments from URLs, because they may contain keys."""
+    """Remove user names, passwords, queries and fragments from URLs: they may contain keys."""
     return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
 
 

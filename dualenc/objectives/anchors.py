@@ -25,8 +25,8 @@ from dualenc import distributed
 
 Result = TypeVar("Result")  # a tensor (X, A, …), or several
 PADDING = -1  # pads lists of ids, and stands for "no item"
-# Largest (X, A, C) matrix in memory, in entries. Larger ones are computed in blocks of anchors: once
-# in the forward pass, and again in the backward pass.
+# Largest (X, A, C) matrix in memory, in entries. Larger ones are computed in blocks of anchors,
+# once in the forward pass and again in the backward pass.
 BLOCK_ENTRIES = 2**20
 
 

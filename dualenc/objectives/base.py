@@ -175,7 +175,7 @@ class Objective(nn.Module):
         self._recorded: dict[str, list[Tensor]] = {}
 
     def plan(self, anchors: Anchors) -> Any:
-        """Choose, without gradient, the items outside the batch to embed (`plan.outside`), or None."""
+        """Choose the items outside the batch to embed (`plan.outside`), or None; no gradient."""
         return None
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -276,7 +276,7 @@ class Objective(nn.Module):
     def _batch_losses(
         self, batch: EncodedBatch, temperature: Tensor, encode: Encode | None
     ) -> Tensor:
-        """Return the losses of this rank's anchors: (2b,), or (b,) if only left items are anchors."""
+        """Return the losses of this rank's anchors: (2b,), or (b,) for left anchors alone."""
         encoder = None
         if encode is not None:
             encoder = OutsideEncoder(encode, self.views, like=batch.embeddings)
@@ -464,7 +464,8 @@ class Estimate(torch.autograd.Function):
         # torch's `once_differentiable` does not raise if the incoming gradient is a constant.
         if torch.is_grad_enabled():
             raise DualencError(
-                "an objective has no second derivatives", fix="call backward without create_graph"
+                "second derivatives of an objective are not supported",
+                fix="call backward without create_graph",
             )
         (weights,) = ctx.saved_tensors
         (gradient,) = grad_outputs

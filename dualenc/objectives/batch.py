@@ -21,7 +21,7 @@ from dualenc.objectives.corpus_sizes import SampledCorpus
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The pairs of a step, checked, in float32 or float64. Index 0 is the left side, 1 the right."""
+    """The checked pairs of a step, in float32 or float64. Index 0 is the left side, 1 the right."""
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
@@ -97,7 +97,7 @@ def gather_batch(
 
 
 def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Anchors:
-    """Arrange left anchors against all right items and right anchors against all left ones (X = 2)."""
+    """Arrange left anchors against right items and right anchors against left ones (X = 2)."""
     lists = []
     for side, other in ((0, 1), (1, 0)):
         own = (batch.ids[side], batch.ids[other], batch.all_ids[side], batch.all_ids[other])

@@ -45,7 +45,7 @@ def batch_metrics(
 
 def _log_mean_and_hardest(block: Anchors) -> tuple[Tensor, Tensor]:
     logits = block.logits  # (X, a, C)
-    # With no candidates there is no maximum.
+    # The maximum of an empty set of candidates is undefined.
     hardest = logits.amax(dim=-1) if logits.shape[-1] else block.positive_scores
     # Mined negatives are harder than most items, and would bias the estimate.
     return log_mean(logits[..., : block.num_batch]), hardest

@@ -275,7 +275,7 @@ class ChainObjective(Objective):
             write_rows(table, rows, values[first], has_state[first])
 
     def _remember(self, anchors: Anchors, batch_keys: Tensor) -> None:
-        """Write the batch into the memory; when that is complete, restart the chains begun before."""
+        """Write the batch into the memory; once that is complete, restart earlier chains."""
         states = [self.state]
         if not self.views:
             states = list(self.state.tensor_split([self.num_left or 0]))

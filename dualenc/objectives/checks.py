@@ -1,4 +1,4 @@
-"""Argument checks. Each error names the argument; all values of a batch are read in one transfer."""
+"""Argument checks: each error names the argument, and a batch is read in one transfer."""
 
 from __future__ import annotations
 

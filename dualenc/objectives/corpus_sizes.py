@@ -52,7 +52,7 @@ class SampledCorpus(nn.Module):
         return self.num_right if direction == 0 else self.num_left
 
     def num_items(self, direction: int) -> int:
-        """Return N, the number of a direction's candidates: ids, or two views per id; 0 if unknown."""
+        """Return N, a direction's number of candidates: ids, or two views per id; 0 if unknown."""
         return (self.num_ids(direction) or 0) * self.num_views
 
     def size(self, direction: int) -> int:

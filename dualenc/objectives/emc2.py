@@ -99,7 +99,7 @@ class EMC2(ChainObjective):
         return self.keys_of(ids)
 
     def _stored_scores(self, anchors: Anchors, chain: ChainState) -> Tensor:
-        """Return (X, A) stored s/τ of the states; -inf for none, which accepts its first proposal."""
+        """Return (X, A) stored s/τ of the states; -inf without one, so the first proposal wins."""
         stored = self.similarity[chain.chains].to(anchors.embeddings) / anchors.temperature
         scores = torch.where(chain.started, chain.start_scores, stored)
         return scores.masked_fill(chain.state == NO_STATE, -torch.inf).detach()

@@ -234,8 +234,8 @@ def _checked_size(documents: Any) -> int:
     """Return N; raise unless documents are a float array (N, D)."""
     shape = tuple(getattr(documents, "shape", ()))
     if len(shape) != 2 or not shape[0] or "float" not in str(documents.dtype):
-        fix = "pass a float array (N, D) with N ≥ 1, such as the vectors of an index"
-        fail("documents", "must be vectors", fix)
+        problem = "must be a float array (N, D) with N ≥ 1"
+        fail("documents", problem, "pass for example the vectors of an index")
     return int(shape[0])
 
 
@@ -274,8 +274,8 @@ class FrozenDocuments:
             index = rows if isinstance(rows, slice) else rows.cpu().numpy()
             array = np.asarray(self.vectors[index])
             with warnings.catch_warnings():
-                # torch warns about read-only memory maps, but nothing writes to this one. Converting
-                # half precision in numpy instead takes thirty times as long.
+                # torch warns about read-only memory maps, but nothing writes to this one. A
+                # conversion of half precision in numpy takes thirty times as long.
                 warnings.filterwarnings("ignore", message=".*not writable.*")
                 block = torch.from_numpy(array)
         return block[:, : like.shape[1]].to(like)

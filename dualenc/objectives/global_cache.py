@@ -180,7 +180,7 @@ class GlobalCache(MemoryObjective):
         return against_all.in_blocks(weigh, plan.seen_mean, plan.log_partition, width=width)
 
     def _pool(self, direction: int, like: Tensor) -> Tensor:
-        """Return (n,) ascending slots to score, one at random per stretch; N if beyond the corpus."""
+        """Return (n,) ascending slots to score, one at random per stretch; N if out of range."""
         num_items = self.corpus.num_items(direction)
         stride = self.strides[direction]
         first = torch.arange(0, num_items, stride, device=like.device)

@@ -95,7 +95,7 @@ class ISIR(ChainObjective):
     def _log_copies(self, keys: Tensor) -> Tensor:
         """Return (X, C) log of the number of times each item was drawn, so that copies count once.
 
-        It is 0 if the batch makes the proposals: its copies are pairs of their own.
+        It is 0 if the batch makes the proposals, where copies are distinct pairs.
         """
         if self.proposals == "batch":
             return torch.zeros_like(keys, dtype=torch.float32)

@@ -125,7 +125,8 @@ class Matryoshka(Objective):
             fail("dims", problem, "leave out the lengths beyond")
         if encode is not None:
             encode = CheckedEncode(encode, left.shape[-1])
-            # Rows kept for the backward pass would lack a graph when `encode` is called again there.
+            # An objective that encodes again in the backward pass does so to drop activations,
+            # which the stored rows would keep.
             if not self.encodes_in_backward:
                 encode = EncodedOnce(encode)
         outputs = {}

@@ -158,7 +158,7 @@ class EmbeddingMemory(nn.Module):
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
-        """Return (n,) items to re-encode in this step, on the CPU: a share of the corpus, in turn."""
+        """Return (n,) items to re-encode in this step, on the CPU: a share of the corpus."""
         step = self.num_refreshes
         self.num_refreshes += 1
         # Epsilon, so that 100 steps of 1% cover the corpus despite rounding.
@@ -167,7 +167,7 @@ class EmbeddingMemory(nn.Module):
         return torch.arange(start, stop) % self.num_items
 
     def recall(self, items: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n, D) stored embeddings of items (n,), 0 if absent, and (n,) True where present."""
+        """Return (n, D) stored embeddings of items (n,), 0 if absent; (n,) True where present."""
         rows, is_known = self._find(items)
         remembered = like.new_zeros(len(items), like.shape[-1])
         if len(self.keys):
@@ -338,7 +338,7 @@ class EmbeddingMemory(nn.Module):
         return is_item if self.counts is None else is_item * self.counts[items.clamp(min=0)]
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
-        """Return (…) the items in rows (…) of this rank; -1 if empty, which floor division keeps."""
+        """Return (…) items in rows (…) of this rank; -1 if empty, which floor division keeps."""
         keys = self.keys[rows]
         return keys if self.keys_per_item == 1 else keys // self.keys_per_item
 

@@ -1,4 +1,7 @@
-"""SogCLR and iSogCLR: a moving average of each anchor's partition function. Shapes: see `anchors`."""
+"""SogCLR and iSogCLR: a moving average of each anchor's partition function.
+
+Shapes: see `anchors`.
+"""
 
 from __future__ import annotations
 

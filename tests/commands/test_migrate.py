@@ -260,7 +260,7 @@ REFUSALS = {
     "lost": "7 vectors are mapped, and its work folder is gone",
     "dimension": "factory 'PQ5' does not work for dimension 32",
     "length": "is 25,000 characters long, more than 256; try auto, Flat",
-    "no factory": "lacks 'factory'; write it again",
+    "no factory": "lacks 'factory'; recreate the file",
     "mistyped": "--data nope: no such file or folder; name a BEIR folder, or leave --data out",
     "twice": "another dualenc process is writing",
     "model": "needs a model; name it",

@@ -74,10 +74,10 @@ def with_side(side: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"", "no image of a known format"),
+        (b"", "not an image of a known format"),
         (
             b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n",
-            "no image of a known format",
+            "not an image of a known format",
         ),
         (encoded(picture(1, (99, 99)), "JPEG")[:400], ""),
         (encoded(Image.fromarray(GRADIENT.astype(np.int32)), "TIFF"), "no range of brightness"),

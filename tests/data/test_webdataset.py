@@ -239,7 +239,9 @@ def test_members_that_are_too_large_or_do_not_decode(
 ) -> None:
     tar = write_tar(tmp_path / "x.tar", [("a/17.png", b"no image"), ("a/17.txt", b"x" * 2000)])
     pairs = WebDatasetPairs(tar)
-    with pytest.raises(BadSample, match=r"x\.tar:a/17: image cannot be decoded \(it is no image"):
+    with pytest.raises(
+        BadSample, match=r"x\.tar:a/17: image cannot be decoded \(it is not an image"
+    ):
         pairs[0]
     monkeypatch.setattr("dualenc.data.readers.webdataset.MAX_BYTES", 1000)
     with pytest.raises(

@@ -307,7 +307,7 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         ("trained_documents.json", {"ids": ["7", 10**400]}, "ids must be texts"),
         ("dualenc.json", {"documents": []}, "'documents' is a list"),
         ("dualenc.json", {"documents": {"model": None}}, "documents: lacks 'dim'"),
-        ("dualenc.json", {"documents": facts(dim="32")}, "'dim' is a text, not a whole number"),
+        ("dualenc.json", {"documents": facts(dim="32")}, "'dim' is a string, not an integer"),
         ("dualenc.json", {"documents": facts(dim=10**400)}, "dualenc.json: input_dim is 1000"),
         ("dualenc.json", {"documents": facts(metric="l2")}, "metric is 'l2'; give cosine or ip"),
         ("dualenc.json", {"queries": "vector"}, "queries.dualenc.json: no such file"),

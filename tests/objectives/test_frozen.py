@@ -195,8 +195,8 @@ def test_query_without_negatives(positive_in_softmax):
         ({"documents": np.zeros(3)}, "documents must be a float array"),
         ({"documents": np.zeros((3, 2), int)}, "documents must be a float array"),
         ({"views": True}, "views is True"),
-        ({"max_exact": 300}, "documents hold 301 rows, more than max_exact .300.; pass search"),
-        ({"num_right": 5}, "num_right is 5, but documents hold 301 rows"),
+        ({"max_exact": 300}, "documents have 301 rows, more than max_exact .300.; pass search"),
+        ({"num_right": 5}, "num_right is 5, but documents have 301 rows"),
         ({"search": np.zeros(3)}, "search is of type ndarray; it must be a function"),
         ({"documents": np.full((301, DIM), np.nan)}, "documents hold NaN or infinite values"),
     ],
@@ -209,15 +209,15 @@ def test_refused_arguments(documents, arguments, message):
 @pytest.mark.parametrize(
     ("results", "message"),
     [
-        ((np.zeros((12, 3)), np.zeros((12, 3))), "gave shape .2, 12, 3."),
-        (np.full((12, 3), 301), "gave rows in .301, 301."),
+        ((np.zeros((12, 3)), np.zeros((12, 3))), "returned shape .2, 12, 3."),
+        (np.full((12, 3), 301), "returned rows in .301, 301."),
         # The scores of faiss' search, [0] for [1].
         (
             np.full((12, 3), 0.7, np.float32),
-            "gave float32 and not whole numbers; give rows, which FAISS",
+            "returned float32 instead of integers; return rows, which FAISS",
         ),
-        (torch.full((12, 3), 0.7), "gave float32 and not whole numbers"),
-        (np.full((12, 3), True), "gave bool and not whole numbers"),
+        (torch.full((12, 3), 0.7), "returned float32 instead of integers"),
+        (np.full((12, 3), True), "returned bool instead of integers"),
         (None, "is None"),
         ([[1, 2], [3]], "is of type list"),
     ],
@@ -254,9 +254,7 @@ def test_documents_of_nan_are_named(documents, value, monkeypatch):
 def test_documents_of_fewer_components_than_the_queries(documents, searched):
     short = unit(documents[:, :9])
     options = {"max_exact": 9, "search": brute_force(short)} if searched else {}
-    message = (
-        "FrozenCorpus: documents have 9 components and the queries 16; give those of the model"
-    )
+    message = "FrozenCorpus: documents have 9 components and the queries 16; pass documents embedded by the model"
     with pytest.raises(DualencError, match=message):
         FrozenCorpus(short, **options).double()(**batch(documents))
 
