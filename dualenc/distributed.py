@@ -69,8 +69,7 @@ def explain_lost_process() -> Iterator[None]:
 
     Raises:
         DualencError: another process did not answer within the time limit of the process group, or
-            has
-            ended.
+            has ended.
     """
     try:
         yield
@@ -162,9 +161,7 @@ def rank_slice(total: int, of_rank: int | None = None, of_world: int | None = No
 
 
 def share(tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return this rank's `rank_slice` of a tensor (n, ...) that all ranks have, and all ranks'
-    sizes.
-    """
+    """Return this rank's `rank_slice` of a tensor (n, ...), and the sizes of all slices."""
     slices = [rank_slice(len(tensor), of_rank=number) for number in range(world_size())]
     sizes = [part.stop - part.start for part in slices]
     return tensor[slices[rank()]], sizes

@@ -56,9 +56,7 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 
 def _abbreviates(word: str, name: str) -> bool:
-    """Return True if one word begins with the other, has all its parts, or consists of its
-    initials.
-    """
+    """Return True if one word begins with the other, has all its parts, or its initials."""
     parts, own = (re.findall(r"[^\W_]+", text) for text in (name, word))
     if len(parts) > 1 and word == "".join(part[0] for part in parts):
         return True

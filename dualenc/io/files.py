@@ -252,8 +252,7 @@ def recover(target: StrPath, *, unfinished: bool = False) -> None:
     Args:
         target: path of the file or folder.
         unfinished: also remove what dead writers did not finish; only for a process that is about
-            to
-            write the target.
+            to write the target.
     """
     work = _Work(target)
     is_missing = work.is_swapping()

@@ -93,8 +93,7 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
     Args:
         source: path of the file.
         kinds: required names, each with the type or tuple of types of its value. `True` does not
-            count
-            as an `int`.
+            count as an `int`.
     """
     value = read_json(source)
     if not isinstance(value, dict):

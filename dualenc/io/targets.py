@@ -26,8 +26,7 @@ def check_outside(target: StrPath, *, is_part: bool = False) -> None:
     """Raise if an output is inside a folder that another command replaces or removes.
 
     Such folders are indexes, embeddings, pushed embeddings and the parts of a run, such as its
-    model.
-    Other places in a run folder are allowed: RUN/index, RUN/report.html.
+    model. Other places in a run folder are allowed: RUN/index, RUN/report.html.
 
     Args:
         target: path of the file or folder, which need not exist.

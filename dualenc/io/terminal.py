@@ -18,7 +18,5 @@ def without_credentials(text: str) -> str:
 
 
 def printable(text: object) -> str:
-    r"""Escape control characters the way Python does, `\\x1b`, so that text stays on a line
-    (CWE-150).
-    """
+    r"""Escape control characters the way Python does, `\x1b`, on a single line (CWE-150)."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), str(text))

@@ -123,9 +123,7 @@ class Anchors:
         return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
 
     def gather_lists(self, lists: Tensor) -> Tensor:
-        """Gather lists (X, A, K) over ranks to (X, G, K'); shorter ones are padded in front with
-        -1.
-        """
+        """Gather lists (X, A, K) over ranks to (X, G, K'), padded in front with -1."""
         if len(self.sizes) == 1:
             return lists
         longest = max(distributed.rank_numbers([lists.shape[-1]], lists.device)[0])
@@ -140,9 +138,7 @@ class Anchors:
         return torch.stack([self.embeddings.new_full((1,), number) for number in numbers])
 
     def with_candidates(self, candidates: Tensor, candidate_ids: Tensor) -> Anchors:
-        """Replace the candidates by (X, C, D) with ids (X, C), which need not include the
-        positives.
-        """
+        """Replace the candidates by (X, C, D) with ids (X, C), with or without the positives."""
         return replace(self, candidates=candidates, candidate_ids=candidate_ids)
 
     def of_direction(self, x: int) -> Anchors:
@@ -163,8 +159,7 @@ class Anchors:
 
         Args:
             function: `function(block, *rows)` returns one tensor (X, a, …) or several. Must be pure
-                and
-                row-wise.
+                and row-wise.
             rows: tensors (X, A, …), or named tuples of such, which are sliced in the same way.
             width: entries that the function holds per anchor; defaults to C.
 
@@ -244,7 +239,5 @@ def log_count(mask: Tensor, like: Tensor) -> Tensor:
 
 
 def log_mean(logits: Tensor) -> Tensor:
-    """Return (X, A) log of the mean of exp over the finite logits (X, A, C); -inf if there are
-    none.
-    """
+    """Return (X, A) log of the mean of exp over the finite logits (X, A, C), or -inf."""
     return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)

@@ -73,11 +73,9 @@ class ObjectiveOutput:
 
     Attributes:
         loss: scalar. Its gradient is the objective's; its value estimates L(θ) if `reports_loss`.
-            The
-            mean over ranks, of losses and of gradients, is that of the global batch.
+            The mean over ranks, of losses and of gradients, is that of the global batch.
         per_anchor: (2b,) losses of this rank's anchors, left ones first; (b,) for `FrozenCorpus`,
-            which
-            has left anchors only. Their mean over all ranks is `loss`.
+            which has left anchors only. Their mean over all ranks is `loss`.
         compute_metrics: function that computes `metrics`.
     """
 
@@ -87,9 +85,7 @@ class ObjectiveOutput:
 
     @cached_property
     def metrics(self) -> dict[str, Tensor]:
-        """Detached scalars for logging, averaged over this rank's anchors; computed on first
-        access.
-        """
+        """Detached scalars for logging, averaged over this rank's anchors; computed on access."""
         return self.compute_metrics()
 
 
@@ -102,18 +98,15 @@ class Objective(nn.Module):
 
     Args:
         num_left: size of the left id space. Required by objectives that keep state per item. If
-            items
-            occur in several pairs, call `set_counts` as well.
+            items occur in several pairs, call `set_counts` as well.
         num_right: size of the right id space (the corpus); defaults to num_left.
         temperature: τ ≥ 0.001 of the softmax over cosine similarities.
         learnable_temperature: learn log τ with the model.
         views: True if left and right are two views of the same images (unimodal training). There
-            are
-            then 2B anchors and one shared id space.
+            are then 2B anchors and one shared id space.
         seed: random seed of the objective's own draws.
         positive_in_softmax: minimize −log(e⁺/(e⁺ + Z)) over the whole corpus, as InfoNCE does over
-            the
-            batch, where Z sums the negatives only. Only for objectives that estimate Z.
+            the batch, where Z sums the negatives only. Only for objectives that estimate Z.
     """
 
     needs_num_left = False  # keeps state per item
@@ -384,8 +377,7 @@ class Objective(nn.Module):
         """Return (X, A) log(Z/e⁺) without gradient.
 
         An anchor without negatives has log Z = -inf. Its value is −s⁺/τ; with `positive_in_softmax`
-        it is
-        -inf, which makes its loss and gradient 0.
+        it is -inf, which makes its loss and gradient 0.
         """
         if not self.positive_in_softmax:
             log_partition = log_partition.masked_fill(log_partition == -torch.inf, 0.0)
@@ -445,10 +437,8 @@ class Estimate(torch.autograd.Function):
     """Losses with a given value (X, A) and a given gradient: Σ_c w_c·∇s_c − ∇s⁺.
 
     `Estimate.apply(value, scores, weights, positive)` takes scores (X, A, C), constant weights (X,
-    A,
-    C) and, optionally, the positive's score (X, A). The gradient of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ,
-    which
-    a few candidates can estimate, while the value of L needs the whole corpus.
+    A, C) and, optionally, the positive's score (X, A). The gradient of L is Σ_c p_c·∇s_c/τ − ∇s⁺/τ,
+    which a few candidates can estimate, while the value of L needs the whole corpus.
     """
 
     @staticmethod
@@ -480,8 +470,7 @@ def temperature_term(positive_scores: Tensor, weight_sum: Tensor) -> Tensor:
 
     Args:
         positive_scores: (X, A) s⁺/τ with a detached s⁺, so that the term reaches τ alone; log q⁺
-            for a
-            kernel q.
+            for a kernel q.
         weight_sum: (X, A) Σ_c w_c.
     """
     missing = (1 - weight_sum).detach()[..., None]

@@ -64,24 +64,18 @@ class ChainObjective(Objective):
     """Base of the objectives whose negatives come from a persistent Markov chain per anchor.
 
     A chain starts on a draw from the softmax over the latest embeddings of up to `recent` items,
-    and
-    starts again when these are complete for the first time. If the corpus has at most `recent`
-    items,
-    they also give the value of the loss. For a larger corpus the proposals give it, which
-    underestimate
-    log Z by several nats at small τ, so `reports_loss` is False then.
+    and starts again when these are complete for the first time. If the corpus has at most `recent`
+    items, they also give the value of the loss. For a larger corpus the proposals give it, which
+    underestimate log Z by several nats at small τ, so `reports_loss` is False then.
 
     Args:
         proposals: "batch" for the other items of the batch; the corpus is then the multiset of the
             pairs' items. Or R, the number of items drawn uniformly from the whole id space, which
-            are
-            encoded once and shared by all chains; every item then counts once.
+            are encoded once and shared by all chains; every item then counts once.
         recent: number of items per side whose latest embeddings are kept, for warm starts of chains
-            and
-            for the value of the loss. 0 keeps none: chains start on their first batch.
+            and for the value of the loss. 0 keeps none: chains start on their first batch.
         **common: see `Objective`. num_left is required (and num_right, if it differs), and `encode`
-            in
-            `forward`.
+            in `forward`.
     """
 
     state: Tensor
@@ -204,8 +198,7 @@ class ChainObjective(Objective):
 
         Returns:
             The anchors against the proposals, and (X, A, S) s/τ, with gradient, of the states that
-            are not
-            among them.
+            are not among them.
         """
         num_drawn = 0
         if plan.num_drawn:
@@ -290,8 +283,7 @@ class ChainObjective(Objective):
 
         Returns:
             (X, A) keys, (X, A) their s/τ and (X, A) log Z estimated from the memory; NO_STATE and
-            -inf if
-            the memory is empty.
+            -inf if the memory is empty.
         """
         no_scores = torch.full_like(anchors.positive_scores, -torch.inf)
         # Drawn even if unused: the position of the random stream must not depend on the memory.

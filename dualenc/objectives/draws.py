@@ -12,12 +12,10 @@ from dualenc.seeds import derive_seed
 
 
 class SharedRandom(nn.Module):
-    """A random stream shared by all ranks: each draws for the global batch, then takes its own
-    rows.
+    """A random stream shared by all ranks.
 
-    Draw k comes from a generator seeded by (seed, k), so the state is valid on any device and for
-    any
-    number of ranks.
+    Each rank draws for the global batch, then takes its own rows. Draw k comes from a generator
+    seeded by (seed, k), so the state is valid on any device and for any number of ranks.
 
         random = SharedRandom(seed=0)
         random.uniform(4, like=embeddings)

@@ -38,14 +38,10 @@ class EMC2(ChainObjective):
         min(1, exp((s(x, z') − s(x, z))/τ)).
 
     The weight of an item is the share of steps after burn-in that the chain spends on it; s(x, z)
-    is
-    stored when z is accepted. Source: Yau et al. 2024 (arXiv:2404.10575), Algorithm 1 and Eq. 11.
-    With
-    proposals drawn from the corpus the stationary law is the softmax over all negatives; the items
-    of a
-    batch come without repetition, which leaves a small bias. The walk runs on the CPU, which holds
-    the
-    (X, A, C) scores of the step.
+    is stored when z is accepted. Source: Yau et al. 2024 (arXiv:2404.10575), Algorithm 1 and Eq.
+    11. With proposals drawn from the corpus the stationary law is the softmax over all negatives;
+    the items of a batch come without repetition, which leaves a small bias. The walk runs on the
+    CPU, which holds the (X, A, C) scores of the step.
 
         criterion = EMC2(num_left=m, num_right=n, burn_in=0.5)
         criterion(left, right, left_id, right_id, encode=encode).loss.backward()
@@ -53,8 +49,7 @@ class EMC2(ChainObjective):
     Args:
         burn_in: share of the proposals before steps count, in [0, 1).
         **chains: see `ChainObjective`; proposals="batch", one pass through the batch, is the
-            paper's
-            choice.
+            paper's choice.
     """
 
     similarity: Tensor  # of each chain's anchor and state
@@ -166,8 +161,7 @@ def metropolis_hastings(
 
     Returns:
         (C + 1, n) share of the counted steps on each proposal and, last, on the initial state; (n,)
-        the
-        index of each chain's last state.
+        the index of each chain's last state.
     """
     num_proposals, num_chains = scores.shape
     is_negative = scores > -np.inf

@@ -22,10 +22,8 @@ class ExactGlobal(Objective):
 
     This is L(θ) itself (Yau et al. 2024, arXiv:2404.10575, Eq. 1 and 4). The corpus is encoded in
     chunks, three times: for the log-sum, for the gradient, and in the backward pass. Use it to
-    check
-    estimators and for small corpora. With views, every image counts with the two views that
-    `encode`
-    returns.
+    check estimators and for small corpora. With views, every image counts with the two views that
+    `encode` returns.
 
         criterion = ExactGlobal(num_left=m, num_right=n)
         criterion(left, right, left_id, right_id, encode=encode).loss.backward()
@@ -52,9 +50,7 @@ class ExactGlobal(Objective):
         chunks = list(zip(items.split(size, dim=1), log_counts.split(size, dim=1), strict=True))
 
         def scores_and_counts(items: Tensor, log_counts: Tensor) -> tuple[Tensor, Tensor]:
-            """Return (X, A, n) s/τ of items (X, n), and (X, A, n) log multiplicity as a negative or
-            -inf.
-            """
+            """Return (X, A, n) s/τ of items (X, n), and (X, A, n) log multiplicities or -inf."""
             embeddings = encoder(items, anchors.directions)  # (X, n, D)
             scores = anchors.embeddings @ embeddings.mT / anchors.temperature
             is_positive = is_listed(items.to(scores.device), anchors.hidden_items)  # (X, A, n)
@@ -88,9 +84,7 @@ class ExactGlobal(Objective):
         return losses
 
     def _corpus(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """Return (X, n) all candidate items per direction, padded with -1, and (X, n) log
-        multiplicity.
-        """
+        """Return (X, n) all candidate items, padded with -1, and (X, n) log multiplicities."""
         sizes = [self.corpus.num_items(direction) for direction in anchors.directions]
         items = torch.full((len(sizes), max(sizes)), PADDING)
         counts = torch.zeros(items.shape, dtype=torch.float64)

@@ -36,19 +36,14 @@ class FrozenCorpus(Objective):
     """−s⁺/τ + log Σ_z exp(s_z/τ) over all N documents z that are not known positives.
 
     This is L(θ) itself (Yau et al. 2024, arXiv:2404.10575, Eq. 1), for queries against documents
-    whose
-    vectors stay fixed. Documents are read in blocks with a running log-sum-exp (Milakov and
-    Gimelshein
-    2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135). Because s is linear in the query,
-    the
-    gradient of log Z in the query is m/τ, where m = Σ_z p(z)·z is the mean document under the
-    softmax.
-    A single pass gives both, without an (A, N) matrix.
+    whose vectors stay fixed. Documents are read in blocks with a running log-sum-exp (Milakov and
+    Gimelshein 2018, arXiv:1805.02867; Dao et al. 2022, arXiv:2205.14135). Because s is linear in
+    the query, the gradient of log Z in the query is m/τ, where m = Σ_z p(z)·z is the mean document
+    under the softmax. A single pass gives both, without an (A, N) matrix.
 
     Only left items are anchors, so `per_anchor` is (b,). Every document counts once, however many
-    pairs
-    it is in. Mined negatives would add nothing, because they are documents already. Several ranks
-    divide the documents.
+    pairs it is in. Mined negatives would add nothing, because they are documents already. Several
+    ranks divide the documents.
 
         FrozenCorpus(np.load("documents.npy", mmap_mode="r"), temperature=0.03)
 
@@ -57,10 +52,8 @@ class FrozenCorpus(Objective):
             `ShardedVectors` or a tensor. They are read in blocks, never written, and not part of
             checkpoints.
         max_exact: maximum number of documents for the exact sum. For more documents it is
-            estimated,
-            from the documents that `search` finds for the queries of the batch and a uniform sample
-            of
-            the others, weighted so that the estimate of Z is unbiased.
+            estimated, from the documents that `search` finds for the queries of the batch and a
+            uniform sample of the others, weighted so that the estimate of Z is unbiased.
         nearest: number of documents to search for per query.
         sampled: number of documents to draw per step, shared by all queries.
         search: function that finds the nearest documents, see `Search`, such as `lambda queries,
@@ -125,9 +118,7 @@ class FrozenCorpus(Objective):
 
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        """Return (1, A) log Z and (1, A, d) the mean document under the softmax, 0 without
-        negatives.
-        """
+        """Return (1, A) log Z and (1, A, d) the mean document under the softmax, or 0 for none."""
         queries = anchors.gather(anchors.embeddings)[0] / anchors.temperature  # (G, d)
         if queries.shape[1] > self.documents.dim:
             problem = f"have {self.documents.dim} components and the queries {queries.shape[1]}"
@@ -189,8 +180,7 @@ class FrozenCorpus(Objective):
 
         Returns:
             (R,) ascending rows; (R,) log of the number of documents that each stands for: 1 for the
-            nearest
-            ones, and for the others their number divided by the number of draws among them.
+            nearest ones, and for the others their number divided by the number of draws among them.
         """
         queries = anchors.embeddings[0]
         own_nearest = self.documents.find(queries, self.nearest)

@@ -36,18 +36,15 @@ class GlobalCache(MemoryObjective):
     """The softmax over the batch and a few shared draws, each divided by its expected count.
 
     A step draws R items from q, the mean over the batch's anchors of their softmax over the
-    remembered
-    embeddings. It re-encodes them and compares all anchors with the batch and the draws:
+    remembered embeddings. It re-encodes them and compares all anchors with the batch and the draws:
 
         p(z|x) = n_z·exp(s(x,z)/τ) / ( Z(x)·( (B−1)/(M−1) + R·q(z)/c_z ) )
 
     Here n_z is the number of times z occurs among batch and draws, M the number of pairs, c_z the
     number of pairs that contain z, and Z(x) the sum of exp(s/τ) over the memory, or over batch and
     draws where that is larger. This is multiple importance sampling with the balance heuristic
-    (Veach
-    and Guibas 1995, doi:10.1145/218380.218498). The weight that p lacks to 1 goes to the anchor's
-    mean
-    of the memory. docs/objectives.md describes the bias.
+    (Veach and Guibas 1995, doi:10.1145/218380.218498). The weight that p lacks to 1 goes to the
+    anchor's mean of the memory. docs/objectives.md describes the bias.
 
         criterion = GlobalCache(num_left=m, num_right=n, temperature=0.05)
         criterion(left, right, left_id, right_id, encode=encode).loss.backward()
@@ -57,8 +54,7 @@ class GlobalCache(MemoryObjective):
             extra_encodes·B/2 per side, at least 1; with views R = extra_encodes·B views. 0 draws
             none.
         pool: maximum number of remembered items per side that a step scores, one drawn at random
-            from
-            each N/pool consecutive items. If that is not all of them, `reports_loss` is False.
+            from each N/pool consecutive items. If that is not all of them, `reports_loss` is False.
         **memory: see `MemoryObjective`.
     """
 

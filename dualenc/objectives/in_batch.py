@@ -21,8 +21,7 @@ class InfoNCE(Objective):
     """−s⁺/τ + log(exp(s⁺/τ) + Σ_c exp(s_c/τ)) over the negatives c of the batch.
 
     Positives other than the anchor's own (captions of the same image, further relevant documents)
-    are
-    left out of the sum, so they are not counted as negatives. Source: SimCLR (Chen et al. 2020,
+    are left out of the sum, so they are not counted as negatives. Source: SimCLR (Chen et al. 2020,
     arXiv:2002.05709) with views=True, CLIP (Radford et al. 2021, arXiv:2103.00020) otherwise.
 
         loss = InfoNCE(temperature=0.07)(left, right, ids).loss

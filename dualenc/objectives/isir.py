@@ -16,20 +16,14 @@ class ISIR(ChainObjective):
     """Weighs negatives by the softmax over a chain's state and all proposals.
 
     The next state is drawn from the same softmax. If the proposals are distinct and uniform, and
-    the
-    state counts separately unless it is one of them, the chain's invariant law is the softmax over
-    the
-    whole corpus. Source: Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the weights, Cardoso et
-    al.
-    2022 (arXiv:2207.06364). The variance is lower than that of Metropolis–Hastings (`EMC2`), but
-    states
-    outside the batch are always encoded. With views a chain moves between images, each with both of
-    its
-    views.
+    the state counts separately unless it is one of them, the chain's invariant law is the softmax
+    over the whole corpus. Source: Andrieu, Lee and Vihola 2018 (arXiv:1312.6432); the weights,
+    Cardoso et al. 2022 (arXiv:2207.06364). The variance is lower than that of Metropolis–Hastings
+    (`EMC2`), but states outside the batch are always encoded. With views a chain moves between
+    images, each with both of its views.
 
     With proposals="batch" copies of an item are distinguished by the other item of their pair. A
-    pair
-    that occurs twice with the same ids counts as one (docs/objectives.md), so remove such
+    pair that occurs twice with the same ids counts as one (docs/objectives.md), so remove such
     duplicates.
 
         criterion = ISIR(num_left=m, num_right=n, proposals=64)
@@ -126,8 +120,7 @@ def isir_step(proposed: Tensor, states: Tensor, uniform: Tensor) -> tuple[Tensor
 
     Returns:
         (X, A, C + S) the softmax over both; (X, A) the column of the next state, C or more if the
-        chain
-        stays.
+        chain stays.
     """
     logits = torch.cat([proposed, states], dim=-1)
     # The softmax of a row of -inf is 0/0.

@@ -34,10 +34,8 @@ class Matryoshka(Objective):
     """The mean over d in `dims` of an objective of the first d components, normalized.
 
     Each length has a copy of the objective with its own memory. Items that several lengths ask for
-    are
-    encoded once. Source: Kusupati et al. 2022, "Matryoshka representation learning",
-    arXiv:2205.13147,
-    Eq. 1, with equal weights.
+    are encoded once. Source: Kusupati et al. 2022, "Matryoshka representation learning",
+    arXiv:2205.13147, Eq. 1, with equal weights.
 
         Matryoshka(SogCLR(num_left=m), dims=[64, 128, 256])
 
@@ -185,8 +183,7 @@ class EncodedOnce:
 
     Args:
         encode: function called for items that are not yet encoded; also without new items, because
-            all
-            ranks must make the same calls.
+            all ranks must make the same calls.
     """
 
     def __init__(self, encode: Encode) -> None:
@@ -206,9 +203,7 @@ class EncodedOnce:
 
 
 def metrics_by_dim(outputs: dict[int, ObjectiveOutput]) -> dict[str, Tensor]:
-    """Return the metrics of the longest embeddings, and those of other lengths with the suffix
-    `@d`.
-    """
+    """Return the metrics of the longest embeddings, and those of other lengths as `name@d`."""
     scalars = dict(outputs[max(outputs)].metrics)
     for dim in sorted(outputs, reverse=True)[1:]:
         scalars |= {f"{name}@{dim}": value for name, value in outputs[dim].metrics.items()}

@@ -65,12 +65,10 @@ class EmbeddingMemory(nn.Module):
     latest item of its residue class. The *rows* of a rank are its slots, in whole blocks. A *key*
     identifies an item and optionally the pair that it came with: item = key // keys_per_item.
     Embeddings stay in double precision if they come so; otherwise they are stored in single
-    precision
-    on a CPU and in half precision on an accelerator.
+    precision on a CPU and in half precision on an accelerator.
 
     All ranks must call every method together with the same arguments, which describe the anchors of
-    all
-    ranks. The state dict holds all slots, whatever the number of ranks; `state_dict()` is
+    all ranks. The state dict holds all slots, whatever the number of ranks; `state_dict()` is
     collective.
 
         memory = EmbeddingMemory(num_items=1000)
@@ -114,8 +112,11 @@ class EmbeddingMemory(nn.Module):
         return self.has_every_slot and self.num_seen >= self.num_expected
 
     def expect(self, num_rows: int, counts: Tensor | None = None) -> None:
-        """Set the number of batch rows after which the memory counts as full, and multiplicities
-        (N,).
+        """Set when the memory counts as full, and how often each item counts.
+
+        Args:
+            num_rows: number of batch rows after which it is full.
+            counts: (N,) multiplicity of each item; None if each counts once.
         """
         self.counts = counts
         self._count_all()
@@ -129,9 +130,7 @@ class EmbeddingMemory(nn.Module):
         return before < self.num_expected <= self.num_seen
 
     def write(self, keys: Tensor, embeddings: Tensor) -> None:
-        """Store embeddings (n, D) under keys (n,), -1 for none; the first of a slot's duplicates
-        wins.
-        """
+        """Store embeddings (n, D) under keys (n,), -1 for none; the first of duplicates wins."""
         own = self._own_slots
         if self.embeddings.shape[1] == 0:
             self.keys = keys.new_full((own.stop - own.start,), PADDING)
@@ -154,7 +153,8 @@ class EmbeddingMemory(nn.Module):
         # Padding rewrites the present value, because selecting the items would wait for the device,
         # too.
         write_rows(self.keys, rows, keys[first], is_item[first])
-        self.num_held += ((self._counts_of(self._items_at(rows)) - replaced) * is_first).sum()
+        stored = self._counts_of(self._items_at(rows))
+        self.num_held += ((stored - replaced) * is_first).sum()
         write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
 
     def due(self, share: float) -> Tensor:
@@ -173,33 +173,30 @@ class EmbeddingMemory(nn.Module):
         if len(self.keys):
             remembered = self._embeddings_at(rows, like) * is_known[:, None]
         # At most one rank holds an item, so the sum over ranks is its embedding.
-        return distributed.all_reduce(remembered), distributed.all_reduce(is_known.long()) > 0
+        remembered = distributed.all_reduce(remembered)
+        num_ranks = distributed.all_reduce(is_known.long())
+        return remembered, num_ranks > 0
 
     def num_negatives(self, hidden: Tensor) -> Tensor:
-        """Return (G,) the number of visible items per anchor, with multiplicity; `hidden`: see
-        `draw`.
+        """Return (G,) the number of items, with multiplicity, that anchors see.
+
+        Args:
+            hidden: (G, K) items that an anchor does not see, padded with -1.
         """
         _, is_known = self._find(hidden)
-        return distributed.all_reduce(
-            self.num_held - (self._counts_of(hidden) * is_known).sum(dim=1)
-        )
+        num_hidden = (self._counts_of(hidden) * is_known).sum(dim=1)
+        return distributed.all_reduce(self.num_held - num_hidden)
 
     @torch.no_grad()
     def draw(self, queries: Tensor, hidden: Tensor, uniform: Tensor) -> MemoryDraws:
-        """Draw one item per anchor from its softmax: first a block of items, then an item of the
-        block.
+        """Draw one item per anchor from its softmax: first a block, then an item of the block.
 
         Args:
             queries: (G, D) anchors divided by τ.
             hidden: (G, K) items that an anchor does not see, padded with -1.
             uniform: (2, G) draws in [0, 1), for the block and for the item.
         """
-        block_sums = [queries.new_zeros(len(queries), 0)]
-        for rows in self._parts(queries):
-            _, _, logits = self._logits(rows, queries, hidden)
-            by_block = logits.unflatten(1, (-1, self.block_size))
-            block_sums.append(by_block.logsumexp(dim=2))
-        log_sums = torch.cat(block_sums, dim=1).double()  # (G, blocks of this rank)
+        log_sums = self._block_log_sums(queries, hidden)  # (G, blocks of this rank)
         # Each rank has an interval of [0, 1) as long as its share of the sum, in rank order. The
         # rank whose interval contains the first draw makes the draw.
         rank_sums = _by_rank(log_sums.logsumexp(dim=1))  # (ranks, G)
@@ -225,15 +222,27 @@ class EmbeddingMemory(nn.Module):
         log_mean = log_sum - self.num_negatives(hidden).clamp(min=1).log()
         return MemoryDraws(keys, scores.to(queries), log_mean.to(queries))
 
+    def _block_log_sums(self, queries: Tensor, hidden: Tensor) -> Tensor:
+        """Return (G, blocks of this rank) log of the sum of exp(s/τ) per block, in double."""
+        # A rank without rows contributes no blocks.
+        block_sums = [queries.new_zeros(len(queries), 0)]
+        for rows in self._parts(queries):
+            _, _, logits = self._logits(rows, queries, hidden)
+            by_block = logits.unflatten(1, (-1, self.block_size))
+            block_sums.append(by_block.logsumexp(dim=2))
+        return torch.cat(block_sums, dim=1).double()
+
     @torch.no_grad()
     def attend(self, queries: Tensor, hidden: Tensor, slots: Tensor | None = None) -> Attention:
-        """Compute the softmax over the memory: weights of this rank's items, and each anchor's
-        mean.
+        """Compute the softmax over the memory.
 
         Args:
             queries: (G, D) anchors divided by τ.
             hidden: (G, K) items that an anchor does not see, padded with -1.
             slots: (n,) ascending slots to score; defaults to all.
+
+        Returns:
+            The weights of this rank's items, and the mean of each anchor.
         """
 
         def weigh(rows: Tensor) -> MemoryPart:
@@ -262,16 +271,15 @@ class EmbeddingMemory(nn.Module):
         mean = torch.zeros_like(queries)
         for part in single or map(weigh, all_rows):
             share_of_part = torch.exp(part.log_sum - log_sum).masked_fill(~sees, 0.0)  # (G,)
+            mean_of_part = part.shares @ part.embeddings  # (G, D)
             items.append(part.items)
             shares.append(share_of_part / num_seeing @ part.shares)
-            mean += share_of_part[:, None] * (part.shares @ part.embeddings)
+            mean += share_of_part[:, None] * mean_of_part
         mean = distributed.all_reduce(mean)
         return Attention(torch.cat(items), torch.cat(shares), mean, log_sum)
 
     def _parts(self, queries: Tensor, slots: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Split this rank's rows of slots (or all) into ascending parts; all rows make whole
-        blocks.
-        """
+        """Split this rank's rows of slots (or all) into ascending parts, in whole blocks if all."""
         if slots is None or not len(self.keys):
             rows = torch.arange(len(self.keys), device=queries.device)
         else:
@@ -291,8 +299,7 @@ class EmbeddingMemory(nn.Module):
 
         Returns:
             (n,) items; (n, D) embeddings; (G, n) s/τ plus the log of each item's multiplicity, -inf
-            for
-            hidden items and empty slots.
+            for hidden items and empty slots.
         """
         items = self._items_at(rows)
         embeddings = self._embeddings_at(rows, queries)
@@ -305,7 +312,8 @@ class EmbeddingMemory(nn.Module):
         # Added rather than assigned: padding may share a column with a hidden item, and would
         # unhide it.
         penalty = torch.zeros_like(hidden, dtype=logits.dtype).masked_fill(is_hidden, -torch.inf)
-        return items, embeddings, logits.scatter_add_(1, column, penalty)
+        logits = logits.scatter_add_(1, column, penalty)
+        return items, embeddings, logits
 
     def _draw_in_block(
         self, queries: Tensor, hidden: Tensor, block: Tensor, uniform: Tensor
@@ -316,17 +324,21 @@ class EmbeddingMemory(nn.Module):
         drawn_scores = []
         in_block = torch.arange(self.block_size, device=block.device)
         anchors_per_chunk = max(1, PART_ENTRIES // (self.block_size * queries.shape[1]))
-        for chunk in torch.arange(len(queries), device=queries.device).split(anchors_per_chunk):
+        anchors = torch.arange(len(queries), device=queries.device)
+        for chunk in anchors.split(anchors_per_chunk):
             rows = block[chunk, None] * self.block_size + in_block  # (g, n)
             items = self._items_at(rows)
-            scores = torch.einsum("gd,gnd->gn", queries[chunk], self._embeddings_at(rows, queries))
+            embeddings = self._embeddings_at(rows, queries)  # (g, n, D)
+            scores = torch.einsum("gd,gnd->gn", queries[chunk], embeddings)
             is_hidden = (items[:, :, None] == hidden[chunk, None, :]).any(dim=2)
-            logits = scores + self._counts_of(items).log().to(scores)
-            shares = logits.masked_fill(is_hidden, -torch.inf).softmax(dim=1)
+            log_counts = self._counts_of(items).log().to(scores)
+            logits = (scores + log_counts).masked_fill(is_hidden, -torch.inf)
+            shares = logits.softmax(dim=1)
             column = inverse_cdf(shares.nan_to_num(0.0), uniform[chunk])[:, None]
             drawn_rows.append(rows.gather(1, column)[:, 0])
             drawn_scores.append(scores.gather(1, column)[:, 0])
-        return self.keys[torch.cat(drawn_rows)], torch.cat(drawn_scores).double()
+        keys = self.keys[torch.cat(drawn_rows)]
+        return keys, torch.cat(drawn_scores).double()
 
     def _count_all(self) -> None:
         """Count the items of this rank; `write` updates the number from then on."""
@@ -391,15 +403,14 @@ class EmbeddingMemory(nn.Module):
 
 
 class MemoryObjective(Objective):
-    """Base of the objectives with a memory bank of all items, which also gives the value of the
-    loss.
+    """Base of the objectives with a memory bank of all items.
 
-    `reports_loss` is False until as many pairs were seen as the data has.
+    The memory also gives the value of the loss, so `reports_loss` is False until as many pairs were
+    seen as the data has.
 
     Args:
         **common: see `Objective`. num_left is required (and num_right, if it differs), and `encode`
-            in
-            `forward`.
+            in `forward`.
     """
 
     memories: Sequence[EmbeddingMemory]  # for each direction's candidates
@@ -433,8 +444,7 @@ def draw_per_anchor(
     """Draw from the memories for this rank's anchors; all tensors of the result are (X, A).
 
     Every rank draws for the global batch with the same uniform (2, directions, G), so that the
-    draws do
-    not depend on the number of ranks.
+    draws do not depend on the number of ranks.
     """
     queries = anchors.gather(anchors.embeddings) / anchors.temperature  # (X, G, D)
     hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
@@ -449,12 +459,9 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     """Draw (num_draws,) ascending items, the same on all ranks, by systematic sampling.
 
     Item z is drawn num_draws·share_z times, rounded up or down. A single number, uniform (1,) in
-    [0,
-    1), places all draws at equal distances along the cumulative shares, which has less variance
-    than
-    independent draws. Each rank draws where its shares are, so that any number of ranks makes the
-    same
-    draws. All draws are -1 if all shares are 0.
+    [0, 1), places all draws at equal distances along the cumulative shares, which has less variance
+    than independent draws. Each rank draws where its shares are, so that any number of ranks makes
+    the same draws. All draws are -1 if all shares are 0.
     """
     # A dummy item of share 0 comes first, since this rank may have scored nothing.
     items = pad(attention.items, (1, 0), value=PADDING)
@@ -471,8 +478,7 @@ def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     """Draw a column from each row of weights (…, C) ≥ 0; return (…) columns.
 
     Weights need not sum to 1, and rows of zeros give the last column. The draws, uniform (…) in [0,
-    1),
-    are scaled in double precision: no product with the sum then reaches a column of weight 0.
+    1), are scaled in double precision: no product with the sum then reaches a column of weight 0.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     target = uniform[..., None] * cumulative[..., -1:]

@@ -35,14 +35,11 @@ class NegativeCache(MemoryObjective):
     """One negative per anchor, drawn from the softmax over a memory bank of the corpus.
 
     The drawn negative is re-encoded, so its gradient is that of the current model, while the law it
-    was
-    drawn from is slightly stale. Each step re-encodes the items that waited longest, a share of the
-    corpus; items of the batch, mined negatives and drawn negatives are stored as they come. Every
-    item
-    of the corpus counts once, however many pairs it is in. With views an image is two items.
-    Source:
-    Lindgren et al. 2021, "Efficient training of retrieval models using negative cache" (NeurIPS),
-    Algorithm 1.
+    was drawn from is slightly stale. Each step re-encodes the items that waited longest, a share of
+    the corpus; items of the batch, mined negatives and drawn negatives are stored as they come.
+    Every item of the corpus counts once, however many pairs it is in. With views an image is two
+    items. Source: Lindgren et al. 2021, "Efficient training of retrieval models using negative
+    cache" (NeurIPS), Algorithm 1.
 
         criterion = NegativeCache(num_left=m, num_right=n, refresh=0.01)
         criterion(left, right, left_id, right_id, encode=encode).loss.backward()

@@ -21,16 +21,12 @@ class MomentumQueue(Objective):
     """−log(e⁺ / (e⁺ + Σ_k e_k)) against a queue of past embeddings by a momentum encoder.
 
     The positive is the partner's embedding by the momentum encoder, a moving average of the towers:
-    θ̄
-    ← μ·θ̄ + (1 − μ)·θ after each step. `Trainer` updates it and passes its embeddings of the batch
-    to
-    `forward` as `keys_left` and `keys_right`. Mined negatives join the queue's, with gradient. In
-    the
-    first step the keys of the batch itself are the negatives. The loss over fewer negatives is
-    smaller,
-    so `reports_loss` is False until the queue is full. Source: MoCo (He et al. 2020,
-    arXiv:1911.05722),
-    Algorithm 1, in both directions as in v3 (Chen, Xie and He 2021, arXiv:2104.02057).
+    θ̄ ← μ·θ̄ + (1 − μ)·θ after each step. `Trainer` updates it and passes its embeddings of the
+    batch to `forward` as `keys_left` and `keys_right`. Mined negatives join the queue's, with
+    gradient. In the first step the keys of the batch itself are the negatives. The loss over fewer
+    negatives is smaller, so `reports_loss` is False until the queue is full. Source: MoCo (He et
+    al. 2020, arXiv:1911.05722), Algorithm 1, in both directions as in v3 (Chen, Xie and He 2021,
+    arXiv:2104.02057).
 
         criterion = MomentumQueue(queue_size=4096)
         criterion(left, right, ids, keys_left=keys_left, keys_right=keys_right).loss.backward()
@@ -74,9 +70,7 @@ class MomentumQueue(Objective):
         return losses
 
     def _against_queue(self, anchors: Anchors, keys: Tensor) -> Anchors:
-        """Replace the candidates by mined negatives and the queues; while these are empty, by the
-        keys.
-        """
+        """Use mined negatives and the queues as candidates; while these are empty, the keys."""
         # Mined negatives follow the candidates of the batch.
         mined = anchors.candidates[:, anchors.num_batch :]
         mined_ids = anchors.candidate_ids[:, anchors.num_batch :]
@@ -118,8 +112,9 @@ class EmbeddingQueue(nn.Module):
         self.num_written = 0
 
     def held(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (Q, D) embeddings in the precision of `like`, in arbitrary order, and (Q,) their
-        ids.
+        """Return (Q, D) embeddings in arbitrary order, and (Q,) their ids.
+
+        The embeddings have the precision of `like`.
         """
         if not self.num_written:
             return like.new_zeros(0, like.shape[-1]), self.ids[:0]
@@ -128,8 +123,9 @@ class EmbeddingQueue(nn.Module):
 
     @torch.no_grad()
     def write(self, ids: Tensor, embeddings: Tensor) -> None:
-        """Replace the oldest entries by embeddings (n, D) of items (n,); if n > size, by the last
-        ones.
+        """Replace the oldest entries by embeddings (n, D) of items (n,).
+
+        If n exceeds the size, the last ones are kept.
         """
         if not self.num_written:
             self.embeddings = embeddings.new_zeros(self.size, embeddings.shape[1])

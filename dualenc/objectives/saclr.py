@@ -26,10 +26,8 @@ class SACLR(Objective):
 
     This is the I-divergence between the matrix of positives and s·q ("Stochastic approximation to
     contrastive learning"): row form Eq. 11 and Algorithm 1 (one scale per item), matrix form Eq. 6
-    and
-    Algorithm 2 (a single scale). Of N items n are negatives (with views two for each other image).
-    The
-    paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
+    and Algorithm 2 (a single scale). Of N items n are negatives (with views two for each other
+    image). The paper's kernel is exp(−‖x − z‖²/(2τ²)): its τ = 0.5 is temperature=0.25 here.
 
     The scale is that of Eq. 4,
 
@@ -37,10 +35,9 @@ class SACLR(Objective):
 
     with the positive once in the repulsive sum, as in Eq. 10. A step uses the scale it has just
     updated, so that the repulsion is at most 1/((1 − ρ)(1 − α)). In the matrix form 1/s is the mean
-    of
-    ξ over anchors; Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and therefore an s
-    that
-    is 2N times smaller. Algorithm 1 (line 13) has 2α where the text below Eq. 11 has α, as here.
+    of ξ over anchors; Eqs. 7–8 and Algorithm 2 (line 11) have the sum over all 2N, and therefore an
+    s that is 2N times smaller. Algorithm 1 (line 13) has 2α where the text below Eq. 11 has α, as
+    here.
 
         loss = SACLR(num_left=m, num_right=n, temperature=0.25)(left, right, left_id, right_id).loss
 
@@ -114,9 +111,7 @@ class SACLR(Objective):
         return log_sum - log_count(~not_sampled, like=log_kernels), has_negatives
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
-        """Return (X, A, C) True except for the drawn negative; with views, except for both its
-        views.
-        """
+        """Return (X, A, C) True except for the drawn negative, or both views of it."""
         allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
         count = allowed.sum(dim=-1)
         chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))

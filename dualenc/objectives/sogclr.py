@@ -26,8 +26,7 @@ class SogCLR(Objective):
     """Weighs negative c of anchor a by exp(s_c/τ) / (n·u_a), with a moving average u_a.
 
     u_a tracks the mean of exp(s/τ) over the anchor's n negatives. Its first visit sets it, whatever
-    the
-    rest of the batch. Source: Yuan et al. 2022, "Provable stochastic optimization for global
+    the rest of the batch. Source: Yuan et al. 2022, "Provable stochastic optimization for global
     contrastive learning", arXiv:2202.12387, Algorithm 1.
 
         criterion = SogCLR(num_left=m, num_right=n, temperature=0.07)
@@ -103,16 +102,14 @@ class ISogCLR(SogCLR):
     """SogCLR with an own temperature τ_a per anchor, which follows its own gradient with momentum.
 
     It is the dual of the constraint KL(weights ‖ uniform) ≤ ρ (Qiu et al. 2023, "Not all semantics
-    are
-    created equal", arXiv:2305.11965, Algorithm 1). With u_a the moving average of the mean of
+    are created equal", arXiv:2305.11965, Algorithm 1). With u_a the moving average of the mean of
     exp(s/τ_a) and weights w_c = exp(s_c/τ_a)/(n·u_a),
 
         F_a(τ) = τ·log mean_c exp((s_c − s⁺)/τ) + τ·ρ
         ∂F_a/∂τ = log u_a − s⁺/τ_a + ρ − Σ_c w_c (s_c − s⁺)/τ_a
 
     The embeddings' gradient Σ_c w_c ∇s_c − ∇s⁺ is divided by `temperature`, the initial τ, as in
-    all
-    other objectives; with frozen τ_a it is that of SogCLR.
+    all other objectives; with frozen τ_a it is that of SogCLR.
 
         criterion = ISogCLR(num_left=m, num_right=n, radius=0.3)
         criterion(left, right, left_id, right_id).loss.backward()
@@ -176,8 +173,7 @@ class ISogCLR(SogCLR):
 
     @staticmethod
     def _statistics(block: Anchors, tau: Tensor) -> tuple[Tensor, ...]:
-        """Return (X, A) log of the mean of exp(s/τ_a), and (X, A) the mean similarity under the
-        softmax.
+        """Return (X, A) log of the mean of exp(s/τ_a), and (X, A) the mean s under the softmax.
 
         The mean similarity is NaN without negatives.
         """

@@ -117,8 +117,9 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> Any:
-    """Check a value against a type: a class, an optional class, a mapping of classes, or plain
-    data.
+    """Check a value against the type of an argument.
+
+    That is a class, an optional class, a mapping of classes, or plain data.
 
     Args:
         value: nested values of YAML.

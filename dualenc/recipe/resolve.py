@@ -123,10 +123,8 @@ def read_recipe(
 
     Raises:
         DualencError: the file is not YAML; a key or class is unknown (the error suggests the
-            nearest
-            valid one); an argument is missing; a value has the wrong type; a class is outside
-            dualenc
-            and the allowed modules, or does not have the expected type.
+            nearest valid one); an argument is missing; a value has the wrong type; a class is
+            outside dualenc and the allowed modules, or does not have the expected type.
     """
     settings = _read_yaml(Path(path))
     # Outer keys first, and a class before its arguments, because a new class drops the old
