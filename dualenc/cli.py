@@ -78,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         function, bound, _ = build_app(words[:1]).parse_args(marked)
         with printed_notices():
             function(*_unmarked(bound.args), **_unmarked(bound.kwargs))
+        # Flushed here, so that a closed pipe raises inside this `try`.
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe. Python would report an error when it closes

@@ -205,6 +205,7 @@ def all_reduce(tensor: Tensor, op: str = "sum") -> Tensor:
     """
     if not is_initialized():
         return tensor.detach()
+    # torch reduces in place.
     result = tensor.detach().clone()
     if op == "mean":
         # Not every backend supports a mean.
@@ -286,4 +287,5 @@ class _GatherWithGrad(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        # Every rank's loss depends on all rows, so the gradients of a row are summed over ranks.
         return all_reduce(grad_outputs[0].contiguous(), "sum")[ctx.own], None

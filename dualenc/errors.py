@@ -48,6 +48,7 @@ class BelowTarget(DualencError):
 def nearest(word: str, valid: Iterable[str]) -> str:
     """Return " (did you mean …?)" with the valid word most like a wrong one, or ""."""
     lowered = word.casefold()
+    # Reversed, so that the first of the names that differ by case only wins.
     names = {name.casefold(): name for name in reversed(list(valid))}
     alike = difflib.get_close_matches(lowered, names, n=1, cutoff=0.74)
     abbreviated = [name for name in reversed(names) if _abbreviates(lowered, name)]
@@ -57,13 +58,17 @@ def nearest(word: str, valid: Iterable[str]) -> str:
 
 def _abbreviates(word: str, name: str) -> bool:
     """Return True if one word begins with the other, has all its parts, or its initials."""
-    parts, own = (re.findall(r"[^\W_]+", text) for text in (name, word))
-    if len(parts) > 1 and word == "".join(part[0] for part in parts):
+    name_parts = re.findall(r"[^\W_]+", name)
+    word_parts = re.findall(r"[^\W_]+", word)
+    initials = "".join(part[0] for part in name_parts)
+    if len(name_parts) > 1 and word == initials:
         return True
-    shorter, longer = sorted((own, parts), key=len)
+    # Two letters begin or occur in too many words.
+    if min(len(word), len(name)) < 3:
+        return False
+    shorter, longer = sorted((word_parts, name_parts), key=len)
     is_part = bool(shorter) and set(shorter) <= set(longer)
-    is_beginning = word.startswith(name) or name.startswith(word)
-    return min(len(word), len(name)) >= 3 and (is_part or is_beginning)
+    return is_part or word.startswith(name) or name.startswith(word)
 
 
 def first_line(error: BaseException) -> str:
@@ -74,6 +79,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
+    # A heading such as "Error(s) in loading state_dict:" needs the line after it.
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     reason = re.sub(r"^(Error in .* at \S+:\d+: )?(Error: '.*' failed: )?", "", text)
     return reason[:300].rstrip(".:")
@@ -90,6 +96,6 @@ def explain(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except DualencError:
-        raise
+        raise  # explains itself
     except Exception as error:
         raise DualencError(f"{what} ({first_line(error)})", fix=advice) from error

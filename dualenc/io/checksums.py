@@ -69,6 +69,7 @@ def verify_files(
         if not isinstance(by_name, dict) or sorted(by_name) != names:
             problem = f"its {key} are not those of the folder"
             raise DualencError(problem, fix=remedy, where=folder / "meta.json")
+    # Sizes reveal truncated files of any length without reading them.
     for name in names:
         path = folder / name
         if not path.is_file():
@@ -92,6 +93,7 @@ def _smallest(present: Mapping[str, int]) -> list[str]:
     left = READ_AT_OPENING
     for name in sorted(present, key=present.__getitem__):
         left -= present[name]
-        if left >= 0:
-            names.append(name)
+        if left < 0:
+            break
+        names.append(name)
     return names

@@ -83,6 +83,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
         integers = image.convert("I")
+        # 65,535 / 257 = 255; adding 0.5 rounds, because the conversion to "L" truncates.
         image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
         problem = f"its pixels (mode {image.mode}) have an unknown range"
@@ -134,6 +135,7 @@ def open_image(path: StrPath) -> Image.Image:
     """Read an image file as an upright RGB image."""
     try:
         with open_regular(path) as stream:
+            # One byte more than allowed: `decode_image` then refuses the file as too large.
             data = stream.read(MAX_BYTES + 1)
     except (OSError, DualencError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

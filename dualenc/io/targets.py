@@ -35,6 +35,7 @@ def check_outside(target: StrPath, *, is_part: bool = False) -> None:
     Raises:
         DualencError: names the folder around the target.
     """
+    # Resolved, so that no symbolic link hides the folder around the target.
     path = Path(os.path.realpath(os.path.expanduser(target)))
     for folder in path.parents:
         name = _format_of(folder)
@@ -55,6 +56,7 @@ def check_outside(target: StrPath, *, is_part: bool = False) -> None:
 def _format_of(folder: Path) -> str:
     """Return the format in the meta.json of a folder; "" without one."""
     path = folder / "meta.json"
+    # A broken meta.json of another program must not stop an output beside it.
     with suppress(OSError, DualencError):
         if path.is_file():
             return str(read_json_object(path).get("format", ""))

@@ -240,9 +240,8 @@ class ChainObjective(Objective):
             # small corpus has more items than that, so it is preferred.
             logits = scores.detach().masked_fill(block.not_negative, -torch.inf)
             by_proposals = log_mean(logits) + self.corpus.log_num_negatives(block)
-            by_memory = log_partition.isfinite() & all(
-                memory.has_every_slot for memory in self.memories
-            )
+            has_every_slot = all(memory.has_every_slot for memory in self.memories)
+            by_memory = log_partition.isfinite() & has_every_slot
             log_partition = torch.where(by_memory, log_partition, by_proposals)
         return Estimate.apply(self.log_odds(log_partition, positive), all_scores, weights, positive)
 

@@ -200,6 +200,7 @@ def check_values(
     Returns:
         The largest number of pairs of the batch that share one item.
     """
+    # Everything is reduced to its extremes on the device, because each transfer stalls its queue.
     to_read = {name: row_norms(tensor) for name, tensor in embeddings.items()}
     to_read |= ids
     if weights is not None:
@@ -238,8 +239,9 @@ def read_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float
     if not names:
         return {}
     # Double precision is exact for all ids up to 2^53.
-    ends = torch.stack([end for name in names for end in tensors[name].double().aminmax()]).tolist()
-    return {name: (low, high) for name, low, high in zip(names, ends[::2], ends[1::2], strict=True)}
+    extremes = [torch.stack(tensors[name].double().aminmax()) for name in names]
+    pairs: list[list[float]] = torch.stack(extremes).tolist()
+    return {name: (low, high) for name, (low, high) in zip(names, pairs, strict=True)}
 
 
 def check_norms(name: str, low: float, high: float) -> None:

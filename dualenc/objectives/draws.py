@@ -54,6 +54,8 @@ class SharedRandom(nn.Module):
         self.seed, self.position = state.long().tolist()
 
     def _next(self, device: torch.device) -> torch.Generator:
+        # Not a generator's own state, which differs between the CPU and CUDA and would tie a
+        # checkpoint to the device.
         seed = derive_seed("draw", self.seed, self.position)
         self.position += 1
         return torch.Generator(device).manual_seed(seed)

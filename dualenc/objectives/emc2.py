@@ -105,7 +105,8 @@ class EMC2(ChainObjective):
         # A single transfer, because each stalls an accelerator: (X, A, C + 1) s/τ of the proposals,
         # -inf if not a negative, and last of the state.
         logits = torch.cat([proposed.logits, start_scores[..., None]], dim=-1).cpu()
-        num_directions, num_anchors, num_proposals = logits[..., :-1].shape
+        num_directions, num_anchors = start_scores.shape
+        num_proposals = logits.shape[-1] - 1
         # Order and uniforms are drawn for the global batch, so that the walk does not depend on the
         # number of ranks.
         order = self.draws.permutation(num_proposals, logits.device)
@@ -115,10 +116,10 @@ class EMC2(ChainObjective):
         # Proposals are the first dimension, because each step of the walk reads one of them for all
         # chains.
         visits, last = metropolis_hastings(
-            logits[..., -1].flatten().numpy(),
-            logits.flatten(0, 1).T[order].numpy(),
-            uniform.flatten(1).log().numpy(),  # (C, X·A)
-            self.burn_in,
+            start=logits[..., -1].flatten().numpy(),
+            scores=logits.flatten(0, 1).T[order].numpy(),  # (C, X·A)
+            log_uniform=uniform.flatten(1).log().numpy(),  # (C, X·A)
+            burn_in=self.burn_in,
         )
         # Undo the random order of the proposals; the state stays last.
         columns = torch.cat([order, torch.tensor([num_proposals])])

@@ -54,7 +54,8 @@ class ExactGlobal(Objective):
             embeddings = encoder(items, anchors.directions)  # (X, n, D)
             scores = anchors.embeddings @ embeddings.mT / anchors.temperature
             is_positive = is_listed(items.to(scores.device), anchors.hidden_items)  # (X, A, n)
-            return scores, log_counts[:, None].to(scores).masked_fill(is_positive, -torch.inf)
+            log_counts = log_counts[:, None].to(scores)
+            return scores, log_counts.masked_fill(is_positive, -torch.inf)
 
         # Each p(z) needs the whole sum. The first pass computes it, and keeps no activations of the
         # encoder.

@@ -48,8 +48,10 @@ def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple
     Returns:
         (n,) the mean of each row's item; (n,) True if the item has any usable value.
     """
-    total = torch.zeros_like(values).index_add(0, first, values.masked_fill(~usable, 0.0))[first]
-    count = torch.zeros_like(values).index_add(0, first, usable.to(values))[first]
+    zeros = torch.zeros_like(values)
+    usable_values = values.masked_fill(~usable, 0.0)
+    total = zeros.index_add(0, first, usable_values)[first]
+    count = zeros.index_add(0, first, usable.to(values))[first]
     return total / count.clamp(min=1), count > 0
 
 

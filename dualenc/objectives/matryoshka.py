@@ -47,6 +47,7 @@ class Matryoshka(Objective):
     objectives: Sequence[Objective]  # by length, ascending
 
     def __init__(self, objective: Objective, dims: Sequence[int]) -> None:
+        # Not Objective.__init__, whose settings are those of the wrapped objective.
         nn.Module.__init__(self)
         if not isinstance(objective, Objective):
             problem = f"is of type {type(objective).__name__}"
@@ -59,6 +60,7 @@ class Matryoshka(Objective):
         if not lengths or len(set(lengths)) < len(lengths):
             fail("dims", f"are {list(dims)}", "pass distinct lengths, such as [64, 128, 256]")
         self.dims = lengths
+        # The objective itself serves the longest embeddings, the others get copies.
         objectives = [*(copy.deepcopy(objective) for _ in lengths[1:]), objective]
         self.objectives = nn.ModuleList(objectives)  # type: ignore[assignment]
         for name in SHARED_SETTINGS:

@@ -78,8 +78,10 @@ class OutsideEncoder:
             row = torch.searchsorted(known, ids, right=True)
             rows.append(row.to(self.like.device, non_blocking=True))
         zero = self.like.new_zeros(1, self.like.shape[-1])
-        encoded = self._encode(distinct)
-        return [torch.cat([zero, part])[row] for part, row in zip(encoded, rows, strict=True)]
+        results = []
+        for encoded, row in zip(self._encode(distinct), rows, strict=True):
+            results.append(torch.cat([zero, encoded])[row])
+        return results
 
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """Return (n, D) embeddings of each part, a side and distinct ids (n,)."""

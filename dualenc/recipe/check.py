@@ -69,7 +69,8 @@ def build(value: Any, place: str, filled: Mapping[str, Any]) -> Any:
     kind = pkgutil.resolve_name(value["class_path"])
     arguments = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
     given = value["init_args"]
-    arguments |= {name: build(item, f"{place}.{name}", filled) for name, item in given.items()}
+    for name, item in given.items():
+        arguments[name] = build(item, f"{place}.{name}", filled)
     try:
         return kind(**arguments)
     except (DualencError, OSError) as error:
@@ -96,6 +97,8 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
     Parameters of a base class count if the constructor passes `**arguments` on to it.
     """
     known: dict[str, inspect.Parameter] = {}
+    # A constructor with `**arguments` passes them on to the next class of the MRO; one without ends
+    # the search.
     for base in kind.__mro__:
         constructor = vars(base).get("__init__")
         if constructor is None:
@@ -110,6 +113,7 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
         for parameter in declared:
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
                 typed = parameter.replace(annotation=hints.get(parameter.name, Any))
+                # The subclass's own declaration wins.
                 known.setdefault(parameter.name, typed)
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in declared):
             break
@@ -130,6 +134,7 @@ def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> An
     if _is_plain(hint):
         return _check_plain(value, hint, place)
     kind = typing.get_origin(hint) or hint
+    # `X | None`: the value is None or an X.
     inner = [member for member in typing.get_args(hint) if member is not types.NoneType]
     if len(inner) < len(typing.get_args(hint)):
         return None if value is None else check_value(value, inner[0], place, allowed)
@@ -184,6 +189,7 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
         fix = f"it must name a class of type {base.__name__} by class_path and init_args"
         raise DualencError(f"{place} is {value!r}", fix=fix)
     full_path, kind = _find_class(value["class_path"], base, f"{place}.class_path", allowed)
+    # A common slip: an argument beside class_path instead of inside init_args.
     for key in value:
         if key not in CLASS_KEYS and key in parameters(kind):
             fix = f"write {place.rpartition(': ')[2]}.init_args.{key}"
@@ -229,6 +235,8 @@ def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tup
     for package in packages:
         with explain(f"{place} is {path!r}; cannot import {package}", "correct it"):
             classes = vars(importlib.import_module(package))
+        # A module also contains the classes that it imports, such as torch.nn.Linear: a class must
+        # be defined in dualenc or an allowed module, too.
         for key, kind in classes.items():
             if _fits(kind, base) and _is_within(kind.__module__, ("dualenc", *allowed)):
                 if path in (key, f"{package}.{key}"):

@@ -63,6 +63,7 @@ class Recipe:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Resolved recipe as nested YAML values, without what `build` fills in."""
+        # The round trip through JSON makes paths strings and tuples lists.
         settings: dict[str, Any] = json.loads(json.dumps(self.sections, default=str))
         return settings | {"trainer": settings["trainer"]["init_args"]}
 
@@ -130,10 +131,10 @@ def read_recipe(
     # Outer keys first, and a class before its arguments, because a new class drops the old
     # arguments.
     overrides = list(one_or_several(overrides))
-    changes = sorted(
-        map(_parsed, overrides), key=lambda each: (len(each[0]), each[0][-1] != "class_path")
-    )
-    for names, text in changes:
+    changes = map(_parsed, overrides)
+    for names, text in sorted(
+        changes, key=lambda each: (len(each[0]), each[0][-1] != "class_path")
+    ):
         _apply(settings, names, text)
     return make_recipe(_with_home(settings), str(path), allow_modules)
 
@@ -157,6 +158,7 @@ def make_recipe(
     for name, path in SECTIONS.items():
         base = pkgutil.resolve_name(path)
         value = settings.get(name)
+        # The trainer section has no class_path; completed here, so that all sections are alike.
         if name == "trainer":
             value = {"class_path": "Trainer", "init_args": value}
         hint = base | None if name in OPTIONAL else base
