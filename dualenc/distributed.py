@@ -229,8 +229,8 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
         return
     # A parameter may have a gradient on some ranks only, but all ranks must make the same
     # collective calls: 0 none, 1 dense, 2 sparse.
-    own_kinds = torch.tensor([0 if p.grad is None else 1 + p.grad.is_sparse for p in trained])
-    kinds = all_reduce(own_kinds.to(trained[0].device), "max").tolist()
+    own_kinds = [0 if p.grad is None else 1 + p.grad.is_sparse for p in trained]
+    kinds = all_reduce(torch.tensor(own_kinds, device=trained[0].device), "max").tolist()
     # Dense gradients are sent asynchronously, so that transfers overlap.
     sent = []
     for parameter, kind in zip(trained, kinds, strict=True):

@@ -31,7 +31,7 @@ def open_regular(path: StrPath) -> BinaryIO:
     """Open a regular file for reading bytes."""
     # Opening a FIFO would block until somebody writes to it; a device may never end.
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DualencError("not a regular file", fix="name a regular file", where=path)
+        raise DualencError("not a file", fix="name a regular file", where=path)
     return open(path, "rb")
 
 

@@ -126,8 +126,9 @@ class Anchors:
         """Gather lists (X, A, K) over ranks to (X, G, K'), padded in front with -1."""
         if len(self.sizes) == 1:
             return lists
-        longest = max(distributed.rank_numbers([lists.shape[-1]], lists.device)[0])
-        return self.gather(pad(lists, (longest - lists.shape[-1], 0), value=PADDING))
+        [lengths] = distributed.rank_numbers([lists.shape[-1]], lists.device)
+        missing = max(lengths) - lists.shape[-1]
+        return self.gather(pad(lists, (missing, 0), value=PADDING))
 
     def per_direction(self, numbers: Iterable[float]) -> Tensor:
         """Return (X, 1) a number for each direction.
@@ -143,12 +144,11 @@ class Anchors:
 
     def of_direction(self, x: int) -> Anchors:
         """Return one direction on its own (X = 1)."""
-        by_direction = {
-            name: getattr(self, name)[x : x + 1] for name in ("directions", *_BY_ANCHOR)
-        }
-        keys = None if self.keys is None else self.keys[x : x + 1]
-        anchors = replace(self, keys=keys, **by_direction)
-        return anchors.with_candidates(self.candidates[x : x + 1], self.candidate_ids[x : x + 1])
+        only = slice(x, x + 1)
+        names = ("directions", "candidates", "candidate_ids", *_BY_ANCHOR)
+        by_direction = {name: getattr(self, name)[only] for name in names}
+        keys = None if self.keys is None else self.keys[only]
+        return replace(self, keys=keys, **by_direction)
 
     def in_blocks(
         self, function: Callable[..., Result], *rows: Any, width: int | None = None

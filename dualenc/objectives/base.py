@@ -370,7 +370,7 @@ class Objective(nn.Module):
         for name, buffer in self.named_buffers():
             is_memory = name.rpartition(".")[2] == "embeddings" and buffer.dim() == 2
             if is_memory and buffer.shape[1] not in (0, dimension):
-                problem = f"has {dimension} components, remembered embeddings {buffer.shape[1]}"
+                problem = f"has {dimension} components, and remembered embeddings {buffer.shape[1]}"
                 fail("left", problem, "make a new objective for another encoder")
 
     def log_odds(self, log_partition: Tensor, positive: Tensor) -> Tensor:

@@ -100,11 +100,22 @@ def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Ancho
     """Arrange left anchors against right items and right anchors against left ones (X = 2)."""
     lists = []
     for side, other in ((0, 1), (1, 0)):
-        own = (batch.ids[side], batch.ids[other], batch.all_ids[side], batch.all_ids[other])
-        lists.append(known_positives(*own, batch.most_copies, batch.listed[side]))
+        lists.append(
+            known_positives(
+                ids=batch.ids[side],
+                partners=batch.ids[other],
+                all_ids=batch.all_ids[side],
+                all_partners=batch.all_ids[other],
+                most_copies=batch.most_copies,
+                listed=batch.listed[side],
+            )
+        )
     # Both directions share one tensor, so the shorter lists are padded in front.
     width = max(positives.shape[1] for positives in lists)
-    lists = [pad(positives, (width - positives.shape[1], 0), value=PADDING) for positives in lists]
+    padded = []
+    for positives in lists:
+        missing = width - positives.shape[1]
+        padded.append(pad(positives, (missing, 0), value=PADDING))
     return Anchors(
         directions=(0, 1),
         rows=torch.stack([batch.ids[0], num_left + batch.ids[1]]),
@@ -115,7 +126,7 @@ def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Ancho
         candidates=batch.all_embeddings.flip(0),
         candidate_ids=batch.all_ids.flip(0),
         positive_column=batch.batch_rows.expand(2, -1),
-        positive_ids=torch.stack(lists),
+        positive_ids=torch.stack(padded),
         temperature=temperature,
         keys=None if batch.keys is None else batch.keys.flip(0),
     )
@@ -193,5 +204,6 @@ def known_positives(
     # Remove repeated ids: copies are adjacent once sorted, and padding sorts to the front.
     positives = positives.sort(dim=1).values
     is_repeated = torch.zeros_like(positives, dtype=torch.bool)
-    is_repeated[:, 1:] = positives[:, 1:] == positives[:, :-1]
+    before = positives[:, :-1]
+    is_repeated[:, 1:] = positives[:, 1:] == before
     return positives.masked_fill(is_repeated, PADDING).sort(dim=1).values

@@ -160,7 +160,8 @@ class ChainObjective(Objective):
         state = self.state[chains]
         # Positives are listed with each batch, so a stored state may have become a positive since.
         # It must not be a negative: the chain starts again.
-        is_positive = is_listed(self.items_of(state)[..., None], anchors.hidden_items)[..., 0]
+        state_items = self.items_of(state)[..., None]  # (X, A, 1)
+        is_positive = is_listed(state_items, anchors.hidden_items)[..., 0]
         started = (state == NO_STATE) | is_positive
         self.record(chains_begun=started.double().mean())
         start_keys, start_scores, log_partition = self._starts(anchors, started)
@@ -211,7 +212,8 @@ class ChainObjective(Objective):
                     memory.write(keys, embeddings)
             items = self.items_of(plan.keys)
             anchors = anchors.with_candidates(drawn, items // self.num_views)
-        states = outside[:, num_drawn:].unflatten(1, plan.chain.is_found.shape[1:])  # (X, A, S, D)
+        shape = plan.chain.is_found.shape[1:]  # (A, S)
+        states = outside[:, num_drawn:].unflatten(1, shape)  # (X, A, S, D)
         similarities = (anchors.embeddings[:, :, None] * states).sum(dim=-1)
         return anchors, similarities / anchors.temperature
 

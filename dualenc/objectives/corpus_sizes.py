@@ -91,13 +91,15 @@ class SampledCorpus(nn.Module):
             if not bool((torch.isfinite(values) & (values >= 0)).all()):
                 fail(name, "holds negative or infinite counts, or NaN", "they must be 0 or more")
         sums = [float(values.double().sum()) for values in counts.values()]
+        left_sum = sums[0]
+        right_sum = sums[-1]  # with views the same
         both = "left_counts and right_counts"
         fix = "each pair counts on both sides"
-        if not math.isclose(sums[0], sums[-1], rel_tol=1e-6):
-            fail(both, f"sum to {sums[0]:g} and {sums[-1]:g}", fix)
-        if not sums[0]:
+        if not math.isclose(left_sum, right_sum, rel_tol=1e-6):
+            fail(both, f"sum to {left_sum:g} and {right_sum:g}", fix)
+        if not left_sum:
             fail(both, "sum to 0", fix)
-        self.num_pairs = round(sums[0])
+        self.num_pairs = round(left_sum)
         # In the row order of per-item tables.
         by_row = torch.cat([values.float() for values in counts.values()]).to(device)
         self.pair_counts = by_row if bool((by_row != 1).any()) else None

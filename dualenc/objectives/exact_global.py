@@ -47,7 +47,8 @@ class ExactGlobal(Objective):
         assert encoder is not None
         items, log_counts = self._corpus(anchors)
         size = self.corpus_chunk_size
-        chunks = list(zip(items.split(size, dim=1), log_counts.split(size, dim=1), strict=True))
+        chunked = (items.split(size, dim=1), log_counts.split(size, dim=1))
+        chunks = list(zip(*chunked, strict=True))
 
         def scores_and_counts(items: Tensor, log_counts: Tensor) -> tuple[Tensor, Tensor]:
             """Return (X, A, n) s/τ of items (X, n), and (X, A, n) log multiplicities or -inf."""

@@ -189,10 +189,10 @@ class FrozenCorpus(Objective):
         drawn = self.draws.integers(self.documents.num_rows, self.sampled, device=queries.device)
         drawn = drawn[~torch.isin(drawn, nearest)]
         rest, copies = drawn.unique(return_counts=True)
-        stands_for = copies * ((self.documents.num_rows - len(nearest)) / max(len(drawn), 1))
-        log_weights = torch.cat(
-            [torch.zeros(len(nearest), device=queries.device), stands_for.log()]
-        )
+        num_rest = self.documents.num_rows - len(nearest)
+        stands_for = copies * (num_rest / max(len(drawn), 1))
+        weight_one = torch.zeros(len(nearest), device=queries.device)
+        log_weights = torch.cat([weight_one, stands_for.log()])
         rows, order = torch.cat([nearest, rest]).sort()
         return rows, log_weights.to(queries)[order]
 
@@ -203,7 +203,8 @@ class FrozenCorpus(Objective):
         """
         rows = anchors.candidate_ids[0][anchors.positive_column[0]]
         partners = anchors.partners[0].detach()
-        cosines = (normalize(self.documents.read(rows, partners), dim=1) * partners).sum(dim=1)
+        documents = normalize(self.documents.read(rows, partners), dim=1)
+        cosines = (documents * partners).sum(dim=1)
         for name, (low, high) in read_extremes({"log Z": log_partition, "cosine": cosines}).items():
             if math.isnan(low + high):
                 problem = "hold NaN or infinite values, as zero rows do after normalization"

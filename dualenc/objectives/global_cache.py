@@ -113,8 +113,11 @@ class GlobalCache(MemoryObjective):
         recalled = [memory.recall(items[x], queries) for x, memory in enumerate(memories)]
         remembered = torch.stack([embeddings for embeddings, _ in recalled])  # (X, C + R, D)
         is_known = torch.stack([is_known for _, is_known in recalled])  # (X, C + R)
-        # A pool has one item per stretch. -1 reads the last entry, which is a different item.
-        in_pool = [pools[x][items[x] // stride] == items[x] for x, stride in enumerate(strides)]
+        in_pool = []
+        for x, stride in enumerate(strides):
+            # A pool has one item per stretch. -1 reads the last entry, which is a different item.
+            of_same_stretch = pools[x][items[x] // stride]
+            in_pool.append(of_same_stretch == items[x])
         shares = mean_shares(
             queries,
             anchors.hidden_items,
@@ -126,12 +129,16 @@ class GlobalCache(MemoryObjective):
         )
         # (B − 1)/(M − 1) + R·q/c. Shares belong to one copy, so they are divided by c already.
         others = max(anchors.num_batch // self.num_views - 1, 0)
-        in_batch = [min(others / max(self.corpus.size(x) - 1, 1), 1.0) for x in anchors.directions]
+        in_batch = []
+        for direction in anchors.directions:
+            num_others = max(self.corpus.size(direction) - 1, 1)  # M − 1
+            in_batch.append(min(others / num_others, 1.0))
         expected = anchors.per_direction(in_batch) + num_draws * shares.where(is_known, 0.0)
         # Clamped, so that an item that could not be expected has a large weight and not inf.
         log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
         # All ranks made the same draws; each encodes its share of them.
-        own, sizes = distributed.share(items[:, anchors.candidates.shape[1] :].T)
+        num_candidates = anchors.candidates.shape[1]  # C
+        own, sizes = distributed.share(items[:, num_candidates:].T)
         return CachePlan(
             outside=own.T,
             sizes=sizes,
@@ -200,7 +207,8 @@ class GlobalCache(MemoryObjective):
             self.memories[direction].num_negatives(hidden[x])
             for x, direction in enumerate(anchors.directions)
         ]
-        number = torch.stack(numbers)[:, anchors.batch_rows].to(log_seen) / log_strides.exp()
+        number = torch.stack(numbers)[:, anchors.batch_rows].to(log_seen)  # (X, A)
+        number = number / log_strides.exp()
         is_complete = all(self.memories[direction].holds_corpus for direction in anchors.directions)
         with_batch = (log_seen == -torch.inf) | (not is_complete)
         # Mined negatives are harder than most items, and would bias the mean.
@@ -272,6 +280,7 @@ def mean_shares(
         # log(e^s/(Z + stride·e^s)) = (s − log Z) − softplus(s − log Z + log stride)
         outside = log_shares - softplus(log_shares + log_strides[..., None])
         shares = torch.where(in_pool[:, None], log_shares, outside).exp().clamp(max=1.0)
-        total += shares.masked_fill(is_listed(items, hidden[:, block]), 0.0).sum(dim=1)
+        is_hidden = is_listed(items, hidden[:, block])
+        total += shares.masked_fill(is_hidden, 0.0).sum(dim=1)
     num_seeing = distributed.all_reduce(sees.sum(dim=1, keepdim=True))
     return distributed.all_reduce(total) / num_seeing.clamp(min=1)

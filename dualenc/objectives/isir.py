@@ -105,7 +105,8 @@ class ISIR(ChainObjective):
         if self.views:
             # If the chain stays on its image, the view that was drawn is stored.
             view = (drawn - num_proposals).clamp(min=0)
-            staying = self.items_of_state(staying).gather(-1, view[..., None])[..., 0]
+            views = self.items_of_state(staying)  # (X, A, 2)
+            staying = views.gather(-1, view[..., None])[..., 0]
         proposed = plan.keys.gather(1, drawn.clamp(max=num_proposals - 1))
         return torch.where(drawn < num_proposals, proposed, staying)
 

@@ -22,7 +22,9 @@ def log_average(log_old: Tensor, log_new: Tensor, rate: float) -> Tensor:
     """
     updated = log_new
     if rate < 1:
-        mixed = torch.logaddexp(log_old + math.log1p(-rate), log_new + math.log(rate))
+        share_of_old = log_old + math.log1p(-rate)
+        share_of_new = log_new + math.log(rate)
+        mixed = torch.logaddexp(share_of_old, share_of_new)
         updated = torch.where(log_old.isnan(), log_new, mixed)
     return torch.where(log_new > -torch.inf, updated, log_old)
 

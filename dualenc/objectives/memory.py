@@ -347,7 +347,9 @@ class EmbeddingMemory(nn.Module):
     def _counts_of(self, items: Tensor) -> Tensor:
         """Return (…) the multiplicity of items (…); 0 for -1, an empty slot."""
         is_item = (items != PADDING).double()
-        return is_item if self.counts is None else is_item * self.counts[items.clamp(min=0)]
+        if self.counts is None:
+            return is_item
+        return is_item * self.counts[items.clamp(min=0)]
 
     def _items_at(self, rows: Tensor | slice) -> Tensor:
         """Return (…) items in rows (…) of this rank; -1 if empty, which floor division keeps."""
@@ -450,7 +452,8 @@ def draw_per_anchor(
     hidden = anchors.gather_lists(anchors.hidden_items)  # (X, G, K)
     draws = []
     for x, direction in enumerate(anchors.directions):
-        draws.append(memories[direction].draw(queries[x], hidden[x], uniform[:, direction]))
+        memory = memories[direction]
+        draws.append(memory.draw(queries[x], hidden[x], uniform[:, direction]))
     by_field = [torch.stack(values) for values in zip(*draws, strict=True)]  # (X, G) each
     return MemoryDraws(*(values[:, anchors.batch_rows] for values in by_field))
 
@@ -470,8 +473,9 @@ def sample(attention: Attention, num_draws: int, uniform: Tensor) -> Tensor:
     steps = torch.arange(num_draws, device=uniform.device) + uniform.double()
     target = steps * (total / max(num_draws, 1))
     is_own = (target >= start) & (target < end)
-    column = torch.searchsorted(cumulative, target - start, right=True).clamp(max=len(items) - 1)
-    return distributed.all_reduce(items[column].where(is_own, PADDING), "max")
+    column = torch.searchsorted(cumulative, target - start, right=True)
+    drawn = items[column.clamp(max=len(items) - 1)]
+    return distributed.all_reduce(drawn.where(is_own, PADDING), "max")
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
@@ -499,4 +503,5 @@ def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     ends = values.cumsum(dim=0)
     bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
-    return bounds[distributed.rank()], bounds[distributed.rank() + 1], ends[-1]
+    rank = distributed.rank()
+    return bounds[rank], bounds[rank + 1], ends[-1]

@@ -65,8 +65,9 @@ class MomentumQueue(Objective):
         positive = (anchors.embeddings * own_keys).sum(dim=-1) / anchors.temperature  # (X, A)
         losses = self._against_queue(anchors, keys).in_blocks(_info_nce, positive)
         if self.updates_state:
+            ids = anchors.candidate_ids[:, : anchors.num_batch]  # (X, G), without mined negatives
             for x, direction in enumerate(anchors.directions):
-                self.queues[direction].write(anchors.candidate_ids[x, : anchors.num_batch], keys[x])
+                self.queues[direction].write(ids[x], keys[x])
         return losses
 
     def _against_queue(self, anchors: Anchors, keys: Tensor) -> Anchors:
@@ -78,7 +79,8 @@ class MomentumQueue(Objective):
         if queues[0].num_written == 0:
             return anchors.with_candidates(torch.cat([keys, mined], dim=1), anchors.candidate_ids)
         # Concatenation copies the queues, which change before the backward pass.
-        queued, queued_ids = zip(*(queue.held(anchors.candidates) for queue in queues), strict=True)
+        held = [queue.held(anchors.candidates) for queue in queues]
+        queued, queued_ids = zip(*held, strict=True)
         candidates = torch.cat([mined, torch.stack(queued)], dim=1)  # (X, n + Q, D)
         candidate_ids = torch.cat([mined_ids, torch.stack(queued_ids)], dim=1)
         return anchors.with_candidates(candidates, candidate_ids)

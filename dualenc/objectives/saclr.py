@@ -114,7 +114,8 @@ class SACLR(Objective):
         """Return (X, A, C) True except for the drawn negative, or both views of it."""
         allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
         count = allowed.sum(dim=-1)
-        chosen = (uniform * count).long().clamp(max=(count - 1).clamp(min=0))
+        last = (count - 1).clamp(min=0)
+        chosen = (uniform * count).long().clamp(max=last)
         # The position of each candidate among the allowed ones.
         number = allowed.cumsum(dim=-1) - 1
         not_chosen = ~allowed | (number != chosen[..., None])
@@ -131,8 +132,9 @@ class SACLR(Objective):
         rows = anchors.rows
         if self.form == "matrix":
             rows = anchors.per_direction(anchors.directions).long().expand_as(rows)
-            mean = anchors.gather(log_new).logsumexp(dim=1) - math.log(max(anchors.num_batch, 1))
-            log_new = mean[:, None].expand_as(log_new)
+            log_sum = anchors.gather(log_new).logsumexp(dim=1)
+            log_mean_new = log_sum - math.log(max(anchors.num_batch, 1))
+            log_new = log_mean_new[:, None].expand_as(log_new)
         old = self.log_scale[rows].to(log_new)
         log_scale = log_average(old, log_new, 1 - self.rho)
         if self.updates_state:

@@ -69,11 +69,13 @@ class SogCLR(Objective):
         with torch.no_grad():
             not_negative = block.not_negative
             log_num = log_count(~not_negative, like=scores)
-            logits = scores * (block.temperature / tau)[..., None] - (log_u + log_num)[..., None]
-            weights = logits.exp_().masked_fill_(not_negative, 0.0)
+            own_scores = scores * (block.temperature / tau)[..., None]  # s/τ_a
+            log_total = (log_u + log_num)[..., None]  # log(n·u_a)
+            weights = (own_scores - log_total).exp_().masked_fill_(not_negative, 0.0)
         positive = block.positive_similarities  # (X, a)
         losses = Estimate.apply(value, scores, weights, positive / block.temperature)
-        return losses + temperature_term(positive.detach() / block.temperature, weights.sum(dim=-1))
+        fixed_positive = positive.detach() / block.temperature
+        return losses + temperature_term(fixed_positive, weights.sum(dim=-1))
 
     def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
         """Update u_a by this batch's log mean of exp(s/τ) (X, A).

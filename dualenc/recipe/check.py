@@ -85,7 +85,8 @@ def _with_key(message: str, place: str, name: str, given: Mapping[str, Any]) -> 
         return f"{place}.{message}"
     # A path or a name identifies its argument; short values occur in any message.
     texts = {key: value for key, value in given.items() if isinstance(value, str)}
-    about = [key for key, value in texts.items() if len(value) > 2 and value in message]
+    texts = {key: value for key, value in texts.items() if len(value) > 2}
+    about = [key for key, value in texts.items() if value in message]
     if len(about) == 1:
         return f"{place}.{about[0]}: {message}"
     return f"{place}: {name}: {message}"

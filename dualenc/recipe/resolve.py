@@ -172,7 +172,9 @@ def _with_home(value: Any) -> Any:
         return {name: _with_home(inner) for name, inner in value.items()}
     if isinstance(value, list):
         return [_with_home(inner) for inner in value]
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+    if isinstance(value, str) and value.startswith("~/"):
+        return os.path.expanduser(value)
+    return value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -303,7 +303,7 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
     ("file", "content", "message"),
     [
         ("trained_documents.json", None, "trained_documents.json: no such file"),
-        ("trained_documents.json", {"ids": "7"}, "'ids' is a text, not a list"),
+        ("trained_documents.json", {"ids": "7"}, "'ids' is a string, not a list"),
         ("trained_documents.json", {"ids": ["7", 10**400]}, "ids must be texts"),
         ("dualenc.json", {"documents": []}, "'documents' is a list"),
         ("dualenc.json", {"documents": {"model": None}}, "documents: lacks 'dim'"),

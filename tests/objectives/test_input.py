@@ -352,7 +352,7 @@ def test_zeros_which_some_encoders_give_for_an_empty_item_pass(kind: type[Object
         ([1, 1, 1], [torch.nan, 1], "right_counts holds negative"),
         ([1, 1, torch.inf], [1, 1], "left_counts holds negative"),
         ([0, 0, 0], [0, 0], "left_counts and right_counts sum to 0"),
-        ([True, True, False], [1, 1], "left_counts holds truth values"),
+        ([True, True, False], [1, 1], "left_counts holds booleans"),
     ],
 )
 def test_counts_that_do_not_fit_are_refused(
