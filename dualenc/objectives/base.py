@@ -247,10 +247,14 @@ class Objective(nn.Module):
             weights = as_numbers("weights", weights, left.device)
         batch = gather_batch(self.corpus, embeddings, ids, weights)
         self._begin_call()
-        # Scores are in the precision of the embeddings: autocast would make them half.
+        encoder = None
+        if encode is not None:
+            # Made here, under the caller's autocast, which encoders need.
+            encoder = OutsideEncoder(encode, self.views, like=batch.embeddings)
+        # Scores keep the precision of the embeddings, which autocast would reduce.
         with torch.autocast(left.device.type, enabled=False):
             temperature = self.temperature.to(batch.embeddings.dtype)
-            losses = self._batch_losses(batch, temperature, encode)
+            losses = self._batch_losses(batch, temperature, encoder)
         if weights is not None:
             losses = losses * weights.to(losses).repeat(self.anchors_per_pair)
         # Divided by the anchors of all ranks, so that the mean over ranks is the global loss.
@@ -267,12 +271,9 @@ class Objective(nn.Module):
             self.log_temperature.data.clamp_(min=math.log(MIN_TEMPERATURE))
 
     def _batch_losses(
-        self, batch: EncodedBatch, temperature: Tensor, encode: Encode | None
+        self, batch: EncodedBatch, temperature: Tensor, encoder: OutsideEncoder | None
     ) -> Tensor:
         """Return the losses of this rank's anchors: (2b,), or (b,) for left anchors alone."""
-        encoder = None
-        if encode is not None:
-            encoder = OutsideEncoder(encode, self.views, like=batch.embeddings)
         # An evaluation makes random draws without counting them: training must not depend on it.
         counted = nullcontext() if self.updates_state else rewound(self)
         with counted:

@@ -158,7 +158,7 @@ def make_recipe(
     for name, path in SECTIONS.items():
         base = pkgutil.resolve_name(path)
         value = settings.get(name)
-        # The trainer section has no class_path; completed here, so that all sections are alike.
+        # A trainer section is written without class_path, and completed here like the others.
         if name == "trainer":
             value = {"class_path": "Trainer", "init_args": value}
         hint = base | None if name in OPTIONAL else base
