@@ -404,3 +404,21 @@ def test_a_batch_of_one_pair_has_a_finite_gradient(kind: type[Objective]) -> Non
     out.loss.backward()
     assert torch.isfinite(out.loss)
     assert torch.isfinite(left.grad).all()
+
+
+@pytest.mark.parametrize("kind", NEEDS_ENCODE, ids=lambda kind: kind.__name__)
+def test_encode_runs_under_the_autocast_of_the_caller(kind: type[Objective]) -> None:
+    """Objectives turn it off for their own sums."""
+    left, right = unit(2, SIZE, 5)
+    criterion = build(kind)
+    seen = []
+
+    def encode(side: str, ids: Tensor) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return (left if side == "left" else right)[ids]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for ids in torch.arange(SIZE).split(6):
+            criterion(left[ids], right[ids], ids, encode=encode)
+    assert seen
+    assert all(seen)
