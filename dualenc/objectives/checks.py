@@ -267,7 +267,7 @@ def _check_ids(name: str, low: float, high: float, num_items: int | None) -> Non
     if low < smallest or (num_items is not None and high >= num_items):
         end = "N" if num_items is None else num_items
         problem = f"holds ids in [{low:.0f}, {high:.0f}]"
-        fail(name, problem, f"they must be in [0, {end}){padding}")
+        fail(name, problem, f"they must lie in [0, {end}){padding}")
 
 
 def check_encoded_rows(embeddings: Tensor, num_ids: int, dimension: int) -> None:
