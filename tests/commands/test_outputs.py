@@ -119,7 +119,7 @@ def test_other_weights_or_another_task_do_not_overwrite_an_evaluation(
         capsys, *words
     )
     words = ("evaluate", "image-text", two_runs[0], beir, "--out", "out")
-    assert "out: exists and holds no evaluation of image-text" in failure(capsys, *words)
+    assert "out: already exists and holds no evaluation of image-text" in failure(capsys, *words)
     assert Path("out/metrics.json").read_bytes() == before
 
 
