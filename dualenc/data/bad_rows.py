@@ -25,7 +25,11 @@ class BadRows:
 
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
         if on_error not in get_args(OnError):
-            raise DualencError(f"on_error: {on_error!r} is not a choice; take skip or raise")
+            raise DualencError(
+                f"{on_error!r} is not a choice",
+                fix="take skip or raise",
+                where="on_error",
+            )
         self.source = str(source)
         self.on_error = on_error
         self.counts: Counter[str] = Counter()
@@ -42,7 +46,11 @@ class BadRows:
         """Count bad samples, the first of them at `position`; under on_error="raise" a
         `BadSample`."""
         if self.on_error == "raise":
-            raise BadSample(f"{position}: {reason}; {fix}, or pass on_error=skip")
+            raise BadSample(
+                reason,
+                fix=f"{fix}, or pass on_error=skip",
+                where=position,
+            )
         self.counts[reason] += count
         self.first.setdefault(reason, position)
 
@@ -74,8 +82,11 @@ class BadRows:
     def require(self, usable: int, what: str) -> None:
         """Raise a `DualencError` if nothing usable is left."""
         if not usable:
-            reasons = f"no usable {what}: {self.describe() or 'it is empty'}"
-            raise DualencError(f"{self.source}: {reasons}; check the file and the named columns")
+            raise DualencError(
+                f"no usable {what}: {self.describe() or 'it is empty'}",
+                fix="check the file and the named columns",
+                where=self.source,
+            )
 
 
 @cache

@@ -64,7 +64,9 @@ class Column:
         self.is_list = is_list(kind)
         if self.is_list and not lists:
             raise DualencError(
-                f"{table.source}: column {name!r} holds lists; name one of single values"
+                f"column {name!r} holds lists",
+                fix="name one of single values",
+                where=table.source,
             )
         with explain(
             f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"
@@ -74,8 +76,11 @@ class Column:
         self.modality: Modality = modality or self._guess_modality(stored)
         self.holds_strings = _is(self.array.type, *_STRINGS)
         if not self._fits():
-            problem = f"column {name!r} holds {kind}, which cannot be read as {self.modality}"
-            raise DualencError(f"{table.source}: {problem}; name another column")
+            raise DualencError(
+                f"column {name!r} holds {kind}, which cannot be read as {self.modality}",
+                fix="name another column",
+                where=table.source,
+            )
 
     def _fits(self) -> bool:
         """Whether values of this type can be of this modality."""
@@ -254,11 +259,14 @@ class ColumnImages:
     def __init__(self, table: DataTable, column: Column) -> None:
         is_unclear = column.holds_strings and not (table.is_in_one_folder or table.has(FILE))
         if is_unclear and not all(os.path.isabs(path) for path in column.values() if path):
-            problem = (
-                f"relative paths in column {column.name!r} of parquet files in several folders"
+            raise DualencError(
+                f"relative paths in column {column.name!r} of parquet files in several folders",
+                fix=(
+                    "open the folders one by one, or write absolute paths and pass "
+                    "allow_outside=True"
+                ),
+                where=table.source,
             )
-            fix = "open the folders one by one, or write absolute paths and pass allow_outside=True"
-            raise DualencError(f"{table.source}: {problem}; {fix}")
         self.table = table
         self.column = column
 
@@ -272,11 +280,17 @@ class ColumnImages:
         if data is not None:
             return decode_image(data, position)
         if path is None:
-            raise BadSample(f"{position}: no image; fill it in or remove the row")
+            raise BadSample(
+                "no image",
+                fix="fill it in or remove the row",
+                where=position,
+            )
         try:
             return open_image(self._file(row, path))
         except BadSample as error:
-            raise BadSample(f"{error} (named in {position})") from None
+            raise BadSample(
+                f"{error} (named in {position})",
+            ) from None
 
     def _file(self, row: int, path: str) -> Path:
         """The file that a path of a row means; a `BadSample` if it is outside of the row's
@@ -288,10 +302,14 @@ class ColumnImages:
         # Resolved before it is compared and opened, so that no link leads out of the folder.
         resolved = Path(os.path.realpath(file))
         if not resolved.is_relative_to(os.path.realpath(root)):
-            fix = (
-                "move it there, or pass allow_outside=True (--allow-outside) if you trust the table"
+            raise BadSample(
+                f"image outside of the folder {root}",
+                fix=(
+                    "move it there, or pass allow_outside=True (--allow-outside) if you trust the "
+                    "table"
+                ),
+                where=f"{path!r}",
             )
-            raise BadSample(f"{path!r}: image outside of the folder {root}; {fix}")
         return resolved
 
     def key(self, index: int) -> bytes | str:
@@ -420,14 +438,20 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     array = table.column(name)
     kind = array.type.value_type if is_list(array.type) else pa.null()
     if not _is(kind, "floating", "integer"):
-        reason = f"column {name!r} holds {array.type}, where vectors are needed"
-        raise DualencError(f"{table.source}: {reason}; name a column of lists of numbers")
+        raise DualencError(
+            f"column {name!r} holds {array.type}, where vectors are needed",
+            fix="name a column of lists of numbers",
+            where=table.source,
+        )
     lengths = _list_lengths(array)
     is_empty = lengths == 0
     sizes = np.unique(lengths[~is_empty]).tolist()
     if len(sizes) > 1:
-        reason = f"column {name!r} holds vectors of sizes {sizes[0]} and {sizes[1]}"
-        raise DualencError(f"{table.source}: {reason}; embed all with one model")
+        raise DualencError(
+            f"column {name!r} holds vectors of sizes {sizes[0]} and {sizes[1]}",
+            fix="embed all with one model",
+            where=table.source,
+        )
     dim = max(sizes, default=1)
     shards = []
     for chunk in array.chunks:

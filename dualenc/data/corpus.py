@@ -68,15 +68,21 @@ class Corpus:
         self.columns = columns
         if len(self.ids) != len(self.items):
             raise DualencError(
-                f"ids has {len(self.ids)} rows but there are {len(self.items)} items; give one id each"
+                f"ids has {len(self.ids)} rows but there are {len(self.items)} items",
+                fix="give one id each",
             )
         if len(set(self.ids)) != len(self.ids):
             name, count = Counter(self.ids).most_common(1)[0]
-            raise DualencError(f"ids: {name!r} is a duplicate ({count} times); ids must differ")
+            raise DualencError(
+                f"{name!r} is a duplicate ({count} times)",
+                fix="ids must differ",
+                where="ids",
+            )
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(
-                    f"{name} has {len(rows)} rows for {len(self.ids)} items; give one each"
+                    f"{name} has {len(rows)} rows for {len(self.ids)} items",
+                    fix="give one each",
                 )
 
     def __len__(self) -> int:

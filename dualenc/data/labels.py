@@ -91,8 +91,11 @@ def align_labels(
     mapped = labels.copy()
     for number in np.unique(labels).tolist():
         if names[number] not in numbers:
-            among = f"the {len(onto)} classes of the training images"
-            raise DualencError(f"{what}: class {names[number]} is not among {among}")
+            raise DualencError(
+                f"class {names[number]} is not among the {len(onto)} classes of the training "
+                "images",
+                where=what,
+            )
         mapped[labels == number] = numbers[names[number]]
     return mapped
 

@@ -50,7 +50,11 @@ class Mixture(PairDataset):
         batches: SourceBatches = "mixed",
     ) -> None:
         if not sources:
-            raise DualencError("Mixture: sources is empty; name at least one")
+            raise DualencError(
+                "sources is empty",
+                fix="name at least one",
+                where="Mixture",
+            )
         self.sources = dict(sources)
         self.batches = batches
         left = dict(left_prompts or {})
@@ -59,8 +63,11 @@ class Mixture(PairDataset):
         _check_names("weights", self.source_weights, self.sources)
         for name, weight in self.source_weights.items():
             if not 0 < weight < sys.float_info.max:
-                problem = f"the weight of {name} is {weight}; it must be a number above 0"
-                raise DualencError(f"Mixture: {problem}")
+                raise DualencError(
+                    f"the weight of {name} is {weight}",
+                    fix="it must be a number above 0",
+                    where="Mixture",
+                )
         _check_sources(self.sources)
         _check_prompts("left", left, self.sources)
         _check_prompts("right", right, self.sources)
@@ -128,20 +135,25 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
     for name, pairs in sources.items():
         if not re.fullmatch(r"[\w-]+", name):
             raise DualencError(
-                f"Mixture: {name!r} is no name of a source; take letters, digits, _ and -"
+                f"{name!r} is no name of a source",
+                fix="take letters, digits, _ and -",
+                where="Mixture",
             )
         if isinstance(pairs, Mixture):
             raise DualencError(
-                f"Mixture: source {name} is a mixture itself; name its sources in this one"
+                f"source {name} is a mixture itself",
+                fix="name its sources in this one",
+                where="Mixture",
             )
         for side in ("left", "right"):
             kind = _kind(pairs, side)
             first_kind = _kind(first, side)
             if kind != first_kind:
-                reason = (
-                    f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}"
+                raise DualencError(
+                    f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}",
+                    fix="mix sources of one kind",
+                    where="Mixture",
                 )
-                raise DualencError(f"Mixture: {reason}; mix sources of one kind")
 
 
 def _kind(pairs: PairDataset, side: str) -> str:
@@ -156,8 +168,11 @@ def _check_names(
 ) -> None:
     for name in values:
         if name not in sources:
-            problem = f"names {name!r}, which is no source; there are {', '.join(sources)}"
-            raise DualencError(f"Mixture: {argument} {problem}")
+            raise DualencError(
+                f"{argument} names {name!r}, which is no source",
+                fix=f"there are {', '.join(sources)}",
+                where="Mixture",
+            )
 
 
 def _check_prompts(
@@ -167,8 +182,11 @@ def _check_prompts(
     for name in prompts:
         kind = getattr(sources[name], f"{side}_modality")
         if kind != "text":
-            reason = f"{side}_prompts names {name}, whose {side} side is {kind}"
-            raise DualencError(f"Mixture: {reason}; prompts are for texts")
+            raise DualencError(
+                f"{side}_prompts names {name}, whose {side} side is {kind}",
+                fix="prompts are for texts",
+                where="Mixture",
+            )
 
 
 def _joined_items(

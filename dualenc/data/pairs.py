@@ -99,10 +99,14 @@ class PairDataset:
         self.left_id = _checked_ids("left_id", left_id, len(left_items))
         self.right_id = _checked_ids("right_id", right_id, len(right_items))
         if len(self.left_id) != len(self.right_id):
-            counts = f"left_id has {len(self.left_id)} rows but right_id has {len(self.right_id)}"
-            raise DualencError(f"{counts}; give one of each per pair")
+            raise DualencError(
+                f"left_id has {len(self.left_id)} rows but right_id has {len(self.right_id)}",
+                fix="give one of each per pair",
+            )
         if not len(self.left_id):
-            raise DualencError("no pairs: the data holds no row with a left and a right item")
+            raise DualencError(
+                "no pairs: the data holds no row with a left and a right item",
+            )
         self.weights = None if weights is None else _checked_weights(weights, len(self))
         if negatives is not None and not isinstance(negatives, Ragged):
             negatives = Ragged.from_rows(negatives)
@@ -111,7 +115,8 @@ class PairDataset:
             rows = len(negatives.lengths)
             if rows != len(self):
                 raise DualencError(
-                    f"negatives has {rows} rows for {len(self)} pairs; give one per pair"
+                    f"negatives has {rows} rows for {len(self)} pairs",
+                    fix="give one per pair",
                 )
             _checked_ids("negatives", negatives.values, self.num_right)
             self.negatives = negatives.keep(negatives.first_in_row())
@@ -289,10 +294,14 @@ class PairDataset:
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(first, chosen)
         if not 0 < share < 1:
-            raise DualencError(f"share is {share}; give one between 0 and 1")
+            raise DualencError(
+                f"share is {share}",
+                fix="give one between 0 and 1",
+            )
         if in_share.all():
             raise DualencError(
-                f"{len(items)} left items are too few to hold {share} out; set held_out=0"
+                f"{len(items)} left items are too few to hold {share} out",
+                fix="set held_out=0",
             )
         # A query that is held out is no negative of a document that it shares with one that is
         # trained on.
@@ -329,7 +338,8 @@ class PairDataset:
         rows = np.flatnonzero(self.weights > 0)
         if not len(rows):
             raise DualencError(
-                "every weight is 0, so that no pair is relevant; give those that match more than 0"
+                "every weight is 0, so that no pair is relevant",
+                fix="give those that match more than 0",
             )
         known = self._positives_of
         return self.take(rows, None if known is None else known.relevant())
@@ -393,7 +403,8 @@ def _checked_items(name: str, items: Items) -> Items:
     is_mapping = isinstance(items, (Mapping, str, bytes))
     if is_mapping or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DualencError(
-            f"{name} is of type {type(items).__name__}; give a list of items, or what is indexed like one"
+            f"{name} is of type {type(items).__name__}",
+            fix="give a list of items, or what is indexed like one",
         )
     return items
 
@@ -401,20 +412,31 @@ def _checked_items(name: str, items: Items) -> Items:
 def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.ndarray:
     result = np.asarray(weights, dtype=np.float32)
     if result.shape != (count,):
-        raise DualencError(f"weights has shape {result.shape}; give {count} numbers")
+        raise DualencError(
+            f"weights has shape {result.shape}",
+            fix=f"give {count} numbers",
+        )
     if not (np.isfinite(result) & (result >= 0)).all():
-        raise DualencError("weights: some are negative or not finite; give each pair 0 or more")
+        raise DualencError(
+            "some are negative or not finite",
+            fix="give each pair 0 or more",
+            where="weights",
+        )
     return result
 
 
 def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
-        raise DualencError(f"{name}: give whole numbers (M,), not {result.dtype} {result.shape}")
+        raise DualencError(
+            f"give whole numbers (M,), not {result.dtype} {result.shape}",
+            where=name,
+        )
     wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
         row = wrong[0]
         raise DualencError(
-            f"{name}: {result[row]} at row {row} is outside [0, {num_items}), the positions"
+            f"{result[row]} at row {row} is outside [0, {num_items}), the positions",
+            where=name,
         )
     return result.astype(np.int64)

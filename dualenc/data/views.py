@@ -56,9 +56,12 @@ class SimCLR:
             or not 0 <= self.blur <= 1
             or not 0 < min_area <= 1
         ):
-            values = f"size={size}, strength={strength}, blur={blur}, min_area={min_area}"
-            fix = "give size >= 8, strength in [0, 2.5], blur in [0, 1] and min_area in (0, 1]"
-            raise DualencError(f"SimCLR: {values} is out of range; {fix}")
+            raise DualencError(
+                f"size={size}, strength={strength}, blur={blur}, min_area={min_area} is out of "
+                "range",
+                fix="give size >= 8, strength in [0, 2.5], blur in [0, 1] and min_area in (0, 1]",
+                where="SimCLR",
+            )
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
         """A random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""

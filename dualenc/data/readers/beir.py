@@ -87,7 +87,8 @@ class BeirPairs(PairDataset):
         self.queries, left_id, right_id, grades = relevant_pairs(queries, qrels, self.corpus.ids)
         if not len(grades):
             raise DualencError(
-                f"{path}: no usable pair: no judgement of a document has grade 1 or more"
+                "no usable pair: no judgement of a document has grade 1 or more",
+                where=path,
             )
         super().__init__(
             self.queries.items,
@@ -152,11 +153,17 @@ def _qrels_file(folder: Path, split: str) -> Path:
     """The qrels file of a split; a `DualencError` if there is none."""
     if not folder.is_dir():
         raise DualencError(
-            f"{folder}: no such folder; give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/"
+            "no such folder",
+            fix="give a BEIR folder with corpus.jsonl, queries.jsonl and qrels/",
+            where=folder,
         )
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if not splits:
-        raise DualencError(f"{folder}: no split {split!r}; there is no qrels/*.tsv at all")
+        raise DualencError(
+            f"no split {split!r}",
+            fix="there is no qrels/*.tsv at all",
+            where=folder,
+        )
     check_split(folder, split, splits)
     return folder / "qrels" / f"{split}.tsv"
 
@@ -199,8 +206,11 @@ def check_judged(
     """Refuse judgements none of whose documents is in an index."""
     judged = {name for grades in qrels.values() for name in grades}
     if (rows_of(document_ids, judged) < 0).all():
-        problem = f"{index} holds none of its {len(judged):,} judged documents"
-        raise DualencError(f"{folder}: {problem}; name an index of these documents with their ids")
+        raise DualencError(
+            f"{index} holds none of its {len(judged):,} judged documents",
+            fix="name an index of these documents with their ids",
+            where=folder,
+        )
 
 
 def read_corpus(
@@ -230,8 +240,11 @@ def read_corpus(
         files = [folder / f"{part}.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)]
         file = next((file for file in files if file.is_file()), None)
         if file is None:
-            parts = "corpus.jsonl, queries.jsonl and qrels/"
-            raise DualencError(f"{folder}: no {part}.jsonl in it; a BEIR folder has {parts}")
+            raise DualencError(
+                f"no {part}.jsonl in it",
+                fix="a BEIR folder has corpus.jsonl, queries.jsonl and qrels/",
+                where=folder,
+            )
         source = TableSource(file, bad_rows)
         id_column = _id_column(source, part)
         if titles and part == "corpus":
@@ -333,7 +346,9 @@ def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> Table
     splits = load_from_hub(str(source), part)
     if len(splits) > 1:
         raise DualencError(
-            f"{source}: its {part} has splits ({', '.join(splits)}); open one as a table"
+            f"its {part} has splits ({', '.join(splits)})",
+            fix="open one as a table",
+            where=source,
         )
     return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
 
@@ -354,8 +369,11 @@ def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[
     check_columns(name, rows.column_names, [query, document])
     grades = columns_named(rows.column_names, LABELS)
     if len(grades) > 1:
-        problem = f"columns {grades[0]!r} and {grades[1]!r} both look like grades"
-        raise DualencError(f"{name}: {problem}; remove one of them")
+        raise DualencError(
+            f"columns {grades[0]!r} and {grades[1]!r} both look like grades",
+            fix="remove one of them",
+            where=name,
+        )
     for row, record in enumerate(rows.to_pylist()):
         grade = record[grades[0]] if grades else 1
         fields = [record[query], record[document], int(grade) if isinstance(grade, bool) else grade]

@@ -85,8 +85,11 @@ class IndexPairs(PairDataset):
         on_error: OnError = "skip",
     ) -> None:
         if not hasattr(documents, "ids"):
-            problem = f"IndexPairs: documents is {type(documents).__name__}"
-            raise DualencError(f"{problem}; give open_documents(INDEX)")
+            raise DualencError(
+                f"documents is {type(documents).__name__}",
+                fix="give open_documents(INDEX)",
+                where="IndexPairs",
+            )
         bad_rows = BadRows(source, on_error)
         if detect(source) == "beir" or is_collection(source):
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
@@ -170,11 +173,12 @@ def _read_clicks(
     right = read_ids(table, document_column, documents.ids, VectorItems(documents.vectors))
     if len(right.rows) and not right.usable().any():
         first = str(Column(table, document_column, "text", lists=True)[0])
-        shown = f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r}"
-        problem = (
-            f"no id of column {document_column!r} is among the documents (the first is {shown})"
+        raise DualencError(
+            f"no id of column {document_column!r} is among the documents (the first is "
+            f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r})",
+            fix="name the column of ids",
+            where=source.path,
         )
-        raise DualencError(f"{source.path}: {problem}; name the column of ids")
     if label_column is not None:
         labels: Labels | None = named_labels(table, label_column, right, "label_column", _NO_CLICKS)
     else:
@@ -203,15 +207,25 @@ def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequ
     others = [name for name in fitting if name not in usual and not are_row_numbers(values[name])]
     fix = "name one as document_column (--document-column)"
     if len(own) > 1:
-        problem = f"columns {own[0]!r} and {own[1]!r} both hold ids of documents"
-        raise DualencError(f"{source.path}: {problem}; {fix}")
+        raise DualencError(
+            f"columns {own[0]!r} and {own[1]!r} both hold ids of documents",
+            fix=fix,
+            where=source.path,
+        )
     if own and others and are_row_numbers(values[own[0]]):
-        problem = f"column {own[0]!r} counts the rows, and the values of {others[0]!r} are ids of documents, too"
-        raise DualencError(f"{source.path}: {problem}; {fix}")
+        raise DualencError(
+            f"column {own[0]!r} counts the rows, and the values of {others[0]!r} are ids of "
+            "documents, too",
+            fix=fix,
+            where=source.path,
+        )
     if not own and (others or not usual):
-        reason = f"cannot tell which column is document_column; name it (columns: {', '.join(source.kinds)})"
         hint = f": the values of {others[0]!r} are ids of documents" if others else ""
-        raise DualencError(f"{source.path}: {reason}{hint}")
+        raise DualencError(
+            "cannot tell which column is document_column",
+            fix=f"name it (columns: {', '.join(source.kinds)}){hint}",
+            where=source.path,
+        )
     return own[0] if own else usual[0]
 
 
@@ -267,11 +281,13 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     """
     if not 0 <= share < 1:
         raise DualencError(
-            f"share must be in [0, 1), got {share}; give the share of the pairs to hold out"
+            f"share must be in [0, 1), got {share}",
+            fix="give the share of the pairs to hold out",
         )
     if most < 0:
         raise DualencError(
-            f"most must be 0 or more, got {most}; give the maximum number of queries"
+            f"most must be 0 or more, got {most}",
+            fix="give the maximum number of queries",
         )
     order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)

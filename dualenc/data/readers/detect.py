@@ -69,7 +69,11 @@ def refuse_url(source: str | Path) -> None:
     """Raise a `DualencError` for a URL, which a `Path` writes with one slash."""
     if _URL.match(str(source)) and not Path(source).exists():
         url = without_credentials(str(source))
-        raise DualencError(f"{url}: URLs are not opened; download the files first and name these")
+        raise DualencError(
+            "URLs are not opened",
+            fix="download the files first and name these",
+            where=url,
+        )
 
 
 def _kind_of_folder(folder: Path) -> Kind:
@@ -145,7 +149,11 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
     """Raise a `DualencError` for a split that is not among those of a source; by default it has
     only one."""
     if split not in splits:
-        raise DualencError(f"{source}: no split {split!r}; there are: {', '.join(splits)}")
+        raise DualencError(
+            f"no split {split!r}",
+            fix=f"there are: {', '.join(splits)}",
+            where=source,
+        )
 
 
 def default_split(source: str | Path) -> str:

@@ -34,9 +34,14 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
     fitting = [name for name in usual if normalized(name) in _OWN or not _repeats(values[name])]
     if not fitting:
         name = usual[0]
-        problem = f"column {name!r} repeats its values, so that they are no ids of the rows"
-        fix = f"name the column of ids by id_column (--id-column): {name!r} keeps one row of each, none numbers the rows"
-        raise DualencError(f"{source.path}: {problem}; {fix}")
+        raise DualencError(
+            f"column {name!r} repeats its values, so that they are no ids of the rows",
+            fix=(
+                f"name the column of ids by id_column (--id-column): {name!r} keeps one row of "
+                "each, none numbers the rows"
+            ),
+            where=source.path,
+        )
     best = next((name for name in fitting if not are_row_numbers(values[name])), fitting[0])
     if best != usual[0]:
         reason = "repeats its values" if usual[0] not in fitting else "numbers the rows"

@@ -61,7 +61,11 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     if split in subfolders and (only_splits or split not in SPLITS):
         return root / split
     if subfolders and only_splits:
-        raise DualencError(f"{folder}: no split {split!r}; there are: {', '.join(subfolders)}")
+        raise DualencError(
+            f"no split {split!r}",
+            fix=f"there are: {', '.join(subfolders)}",
+            where=folder,
+        )
     return root
 
 
@@ -89,7 +93,11 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
     """
     root = with_home(Path(folder))
     if not root.is_dir():
-        raise DualencError(f"{folder}: no such folder; give a folder of images")
+        raise DualencError(
+            "no such folder",
+            fix="give a folder of images",
+            where=folder,
+        )
     names = []
     seen = set()
     # Links to folders wait until all real folders are read, so that an image has the name of its
@@ -112,8 +120,11 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
     if not names:
         others = Counter(path.suffix.lower() for path in root.rglob("*") if path.is_file())
         found = ", ".join(suffix or "files without a suffix" for suffix, _ in others.most_common(3))
-        problem = f"no image in this folder ({f'it has {found}' if found else 'it is empty'})"
-        raise DualencError(f"{folder}: {problem}; known are {', '.join(IMAGE_SUFFIXES)}")
+        raise DualencError(
+            f"no image in this folder ({(f'it has {found}' if found else 'it is empty')})",
+            fix=f"known are {', '.join(IMAGE_SUFFIXES)}",
+            where=folder,
+        )
     return sorted(names)
 
 
@@ -137,5 +148,8 @@ def _escaped(name: str) -> str:
 
 
 def _unreadable_folder(error: OSError) -> None:
-    problem = f"folder cannot be read ({error.strerror})"
-    raise DualencError(f"{error.filename}: {problem}; fix its permissions") from None
+    raise DualencError(
+        f"folder cannot be read ({error.strerror})",
+        fix="fix its permissions",
+        where=error.filename,
+    ) from None

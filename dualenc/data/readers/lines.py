@@ -150,10 +150,17 @@ def _only_member(path: Path, stream: BinaryIO) -> IO[bytes]:
     members = [info for info in members if not info.filename.startswith(("__MACOSX/", "."))]
     if len(members) != 1:
         shown = ", ".join(info.filename for info in members[:3]) or "none"
-        problem = f"{len(members)} files in this zip ({shown}{', …' if len(members) > 3 else ''})"
-        raise DualencError(f"{path}: {problem}; unpack it and name one of them")
+        raise DualencError(
+            f"{len(members)} files in this zip ({shown}{(', …' if len(members) > 3 else '')})",
+            fix="unpack it and name one of them",
+            where=path,
+        )
     if members[0].flag_bits & 1:
-        raise DualencError(f"{path}: encrypted zip; unpack it first")
+        raise DualencError(
+            "encrypted zip",
+            fix="unpack it first",
+            where=path,
+        )
     return archive.open(members[0])
 
 
@@ -175,8 +182,11 @@ class _Bounded(io.RawIOBase):
         data = self._stream.read(len(buffer))
         self._count += len(data)
         if self._count > self._max_bytes:
-            problem = f"unpacks to more than {self._max_bytes:,} bytes, {_MAX_RATIO} times its size"
-            raise DualencError(f"{self._path}: {problem}; decompress it first if you trust it")
+            raise DualencError(
+                f"unpacks to more than {self._max_bytes:,} bytes, {_MAX_RATIO} times its size",
+                fix="decompress it first if you trust it",
+                where=self._path,
+            )
         buffer[: len(data)] = data
         return len(data)
 
@@ -194,7 +204,9 @@ def _encoding(path: Path, stream: BinaryIO, is_table: bool) -> str:
     for kind, signature in _SIGNATURES.items():
         if signature.match(block):
             raise DualencError(
-                f"{path}: holds a {kind}, not text; name it so, or convert it to text"
+                f"holds a {kind}, not text",
+                fix="name it so, or convert it to text",
+                where=path,
             )
     encoding = json.detect_encoding(block)
     while is_table and block and encoding.startswith("utf-8"):
@@ -318,7 +330,11 @@ def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Num
             position = f"{path}:{number + getattr(error, 'lineno', 1) - 1}"
             fault = str(error).partition(": line ")[0]
             if is_list:
-                raise DualencError(f"{position}: malformed JSON ({fault}); fix the file") from None
+                raise DualencError(
+                    f"malformed JSON ({fault})",
+                    fix="fix the file",
+                    where=position,
+                ) from None
             bad_rows.add("malformed JSON line", position, f"{fault}; fix or remove the line")
             continue
         records = [(number, value)]
@@ -410,11 +426,17 @@ def _read_layout(path: Path, lines: _Lines, quotes: bool | None) -> _Layout:
     start = lines.number
     header = next(_Layout([], delimiter, in_quotes).reader(chain([first], lines)), None)
     if not header:
-        raise DualencError(f"{path}: empty file; its first line must name the columns")
+        raise DualencError(
+            "empty file",
+            fix="its first line must name the columns",
+            where=path,
+        )
     for name, count in Counter(header).items():
         if count > 1 and name.strip():
             raise DualencError(
-                f"{path}:{start}: two columns are called {name!r}; rename one of them"
+                f"two columns are called {name!r}",
+                fix="rename one of them",
+                where=f"{path}:{start}",
             )
     return _Layout(header, delimiter, in_quotes)
 

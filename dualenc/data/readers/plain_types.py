@@ -90,6 +90,8 @@ def check_types(source: str | Path, schema: pa.Schema) -> None:
         try:
             Features.from_arrow_schema(pa.schema([column.remove_metadata()]))
         except ValueError:
-            problem = f"column {column.name!r} holds {column.type}, which cannot be read"
-            fix = "write it as texts, numbers or lists of them, or name another column"
-            raise DualencError(f"{source}: {problem}; {fix}") from None
+            raise DualencError(
+                f"column {column.name!r} holds {column.type}, which cannot be read",
+                fix="write it as texts, numbers or lists of them, or name another column",
+                where=source,
+            ) from None

@@ -118,20 +118,25 @@ def read_labels(
         return None
     if len(likely) > 1:
         names = " and ".join(map(repr, likely[:2]))
-        fix = f"name one as {option} ({_flag(option)}), or pass {option}=none to read none"
         raise DualencError(
-            f"{table.source}: columns {names} both look like labels of the pairs; {fix}"
+            f"columns {names} both look like labels of the pairs",
+            fix=f"name one as {option} ({_flag(option)}), or pass {option}=none to read none",
+            where=table.source,
         )
     name = likely[0]
     verdict = verdicts[name]
     if isinstance(verdict, str):
-        problem = f"column {name!r} looks like labels of the pairs, but {verdict}"
         raise DualencError(
-            f"{table.source}: {problem}; {_advice(option, not verdict.startswith(_TEXTS))}"
+            f"column {name!r} looks like labels of the pairs, but {verdict}",
+            fix=_advice(option, not verdict.startswith(_TEXTS)),
+            where=table.source,
         )
     if beside_images and normalized(name) in CLASS_LABELS:
-        problem = "may say which rows match, or be the classes of the images"
-        raise DualencError(f"{table.source}: column {name!r} {problem}; {_advice(option, True)}")
+        raise DualencError(
+            f"column {name!r} may say which rows match, or be the classes of the images",
+            fix=_advice(option, True),
+            where=table.source,
+        )
     assert verdict is not None
     return _checked(table, name, verdict, right, option, effect)
 
@@ -143,7 +148,11 @@ def named_labels(
     verdict = _judge(table, name, is_named=True)
     if verdict is None or isinstance(verdict, str):
         problem = verdict or f"{_TEXTS} are not labels"
-        raise DualencError(f"{table.source}: column {name!r}: {problem}; write 1 and 0")
+        raise DualencError(
+            f"column {name!r}: {problem}",
+            fix="write 1 and 0",
+            where=table.source,
+        )
     return _checked(table, name, verdict, right, option, effect)
 
 
@@ -154,13 +163,17 @@ def _checked(
     that are all 0."""
     column = Column(table, name, "text", lists=True)
     if column.is_list and not np.array_equal(column.rows, right.rows):
-        problem = f"column {name!r} holds lists of other lengths than the right column"
         raise DualencError(
-            f"{table.source}: {problem}; give a label for each entry, or pass {option}=none"
+            f"column {name!r} holds lists of other lengths than the right column",
+            fix=f"give a label for each entry, or pass {option}=none",
+            where=table.source,
         )
     if not (values > 0).any():
-        problem = f"column {name!r} is read as labels, and none of them is above 0"
-        raise DualencError(f"{table.source}: {problem}; pass {option}=none if it holds no labels")
+        raise DualencError(
+            f"column {name!r} is read as labels, and none of them is above 0",
+            fix=f"pass {option}=none if it holds no labels",
+            where=table.source,
+        )
     what = "entries" if column.is_list else "rows"
     counts = f"{int((values == 0).sum()):,} of {len(values):,} {what}"
     message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s=none reads none"

@@ -83,8 +83,11 @@ def open_corpus(
     path = with_home(path)
     kind = detect(path)
     if columns and kind in ("tars", "images"):
-        reason = "has no columns to keep; give a table that names the images and their columns"
-        raise DualencError(f"{path}: {reason}")
+        raise DualencError(
+            "has no columns to keep",
+            fix="give a table that names the images and their columns",
+            where=path,
+        )
     bad_rows = BadRows(path, on_error)
     if kind == "tars":
         check_split(path, split)
@@ -92,8 +95,11 @@ def open_corpus(
     elif kind == "images":
         corpus = image_corpus(split_folder(path, split))
         if label_column is not None and corpus.labels is None:
-            reason = f"its images are in no class folders, and it has no columns; name the table with {label_column!r}"
-            raise DualencError(f"{path}: {reason}")
+            raise DualencError(
+                "its images are in no class folders, and it has no columns",
+                fix=f"name the table with {label_column!r}",
+                where=path,
+            )
     elif kind == "beir" or is_collection(path):
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
@@ -240,8 +246,11 @@ def _main_column(
         return _only_column(source), modality or "text"
     argument = "text_column or image_column" if modality is None else f"{modality}_column"
     columns = ", ".join(source.kinds)
-    reason = f"cannot tell which column to read; name {argument} (columns: {columns})"
-    raise DualencError(f"{source.path}: {reason}")
+    raise DualencError(
+        "cannot tell which column to read",
+        fix=f"name {argument} (columns: {columns})",
+        where=source.path,
+    )
 
 
 def _only_column(source: TableSource) -> str:
@@ -250,11 +259,14 @@ def _only_column(source: TableSource) -> str:
     (name,) = source.kinds
     if source.has_header:
         if _SENTENCE.search(name) or len(name) > _MAX_NAME:
-            problem = (
-                f"its first line ({name[:60]!r}) looks like a text, not like the name of a column"
+            raise DualencError(
+                f"its first line ({name[:60]!r}) looks like a text, not like the name of a column",
+                fix=(
+                    "write a line `text` above it, name the file .txt, or name the column "
+                    "(text_column, --text-column)"
+                ),
+                where=source.path,
             )
-            fix = "write a line `text` above it, name the file .txt, or name the column (text_column, --text-column)"
-            raise DualencError(f"{source.path}: {problem}; {fix}")
         report_once(
             f"{source.path}: its first line is read as the name of its only column, {name!r}"
         )

@@ -86,9 +86,10 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
     """
     for pattern, kind in _CATALOGS.items():
         if next(folder.glob(pattern), None) is not None:
-            problem = f"{kind}, whose log says which of its files are valid"
             raise DualencError(
-                f"{folder}: {problem}; write its rows to parquet files in another folder"
+                f"{kind}, whose log says which of its files are valid",
+                fix="write its rows to parquet files in another folder",
+                where=folder,
             )
     files = [file for file in (*files_in(folder), *files_in(folder / "data")) if is_table(file)]
     seen = set(files)
@@ -100,8 +101,11 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
     parts = {name for name in subfolders if "=" in name}
     below = [file.relative_to(folder).as_posix() for group in subfolders.values() for file in group]
     if files and parts:
-        problem = f"a table ({files[0].name}) beside partitions ({min(parts)})"
-        raise DualencError(f"{folder}: {problem}; move one of them to a folder of its own")
+        raise DualencError(
+            f"a table ({files[0].name}) beside partitions ({min(parts)})",
+            fix="move one of them to a folder of its own",
+            where=folder,
+        )
     if files:
         report_unread(
             folder, "the tables in this folder are read, those in its subfolders are not", below
@@ -111,8 +115,11 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
         return {"": [file for group in subfolders.values() for file in group]}
     if not all(map(is_split, subfolders)):
         names = sorted({str(Path(name).parent) for name in below})
-        problem = f"no table in the folder itself, but in its subfolders ({_first(names, 5)})"
-        raise DualencError(f"{folder}: {problem}; name one of these: {folder / names[0]}")
+        raise DualencError(
+            f"no table in the folder itself, but in its subfolders ({_first(names, 5)})",
+            fix=f"name one of these: {folder / names[0]}",
+            where=folder,
+        )
     return subfolders
 
 

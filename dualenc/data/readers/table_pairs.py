@@ -130,7 +130,9 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     table = left.table
     if left.is_list:
         raise DualencError(
-            f"{table.source}: the left column holds lists; name it as right_column instead"
+            "the left column holds lists",
+            fix="name it as right_column instead",
+            where=table.source,
         )
     good_rows = left.usable()
     in_good_row = good_rows[right.rows]
@@ -329,8 +331,11 @@ class MinedPairs(ColumnPairs):
         documents: str | Path | None = None,
     ) -> None:
         if (queries is None) != (documents is None):
-            fix = "queries and documents are given together; name the vectors of both"
-            raise DualencError(f"{path}: {fix}")
+            raise DualencError(
+                "queries and documents are given together",
+                fix="name the vectors of both",
+                where=path,
+            )
         bad_rows = BadRows(path, on_error)
         columns: dict[str, ColumnKind] = {"query": "value", "pos": "list", "neg": "list"}
         if queries is None or documents is None:
@@ -363,9 +368,10 @@ def _mined_source(
     if "positive_passages" in source.kinds and source.dataset is None:
         return replace(source, as_records=True)
     if "positive_passages" in source.kinds:
-        problem = "has nested passages, which are read from files"
         raise DualencError(
-            f'{path}: {problem}; save it by Dataset.to_json("mined.jsonl") and name that file'
+            "has nested passages, which are read from files",
+            fix='save it by Dataset.to_json("mined.jsonl") and name that file',
+            where=path,
         )
     return source
 

@@ -281,8 +281,11 @@ class TableSource:
         without any."""
         name = first_of(self.kinds, names, but)
         if name is None:
-            reason = f"cannot tell which column is {argument}; name it (columns: {', '.join(self.kinds)})"
-            raise DualencError(f"{self.path}: {reason}")
+            raise DualencError(
+                f"cannot tell which column is {argument}",
+                fix=f"name it (columns: {', '.join(self.kinds)})",
+                where=self.path,
+            )
         return name
 
     def open(
@@ -302,13 +305,16 @@ class TableSource:
             )
             if kind == "value" and is_list_only and self.kinds[name] != "value":
                 raise DualencError(
-                    f"{self.path}: column {name!r} holds lists; name one of single values"
+                    f"column {name!r} holds lists",
+                    fix="name one of single values",
+                    where=self.path,
                 )
         dataset = self.dataset
         if dataset is not None and written:
-            problem = f"column {written[0]!r} holds lists that are written as texts"
             raise DualencError(
-                f"{self.path}: {problem}; save them as lists, or the data set as csv"
+                f"column {written[0]!r} holds lists that are written as texts",
+                fix="save them as lists, or the data set as csv",
+                where=self.path,
             )
         # The name of a data set of the hub is no folder here, so that no path of its rows leads to
         # an image.
@@ -367,7 +373,11 @@ class TableSource:
         schemas: list[pa.Schema] = []
         for file in self.files:
             if file.suffix.lower() in COMPRESSIONS:
-                raise DualencError(f"{file}: compressed parquet file; decompress it first")
+                raise DualencError(
+                    "compressed parquet file",
+                    fix="decompress it first",
+                    where=file,
+                )
             with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
                 schema = pq.read_schema(file)
                 for index, column in enumerate(schema):
@@ -440,7 +450,9 @@ def _check_headers(headers: Mapping[Path, list[str]]) -> None:
         problem = f"its first line ({_shown(other)}) is not that of {first.name} ({_shown(names)})"
         if set(other).isdisjoint(names):
             raise DualencError(
-                f"{file}: {problem}; write the same names of columns into the first line of each file"
+                problem,
+                fix="write the same names of columns into the first line of each file",
+                where=file,
             )
         report_once(f"{file}: {problem}; a row has no value in a column that its file lacks")
 
@@ -496,7 +508,9 @@ def check_columns(source: str | Path, columns: Iterable[str], required: Iterable
         if name not in names:
             known = ", ".join(names) or "none"
             raise DualencError(
-                f"{source}: no column {name!r}{nearest(name, names)}; there are: {known}"
+                f"no column {name!r}{nearest(name, names)}",
+                fix=f"there are: {known}",
+                where=source,
             )
 
 
@@ -608,7 +622,11 @@ def _find_files(source: str | Path, split: str) -> list[Path]:
         suffix = files[0].suffix.lower()
         problem = f"a file of another format ({file_format(files[0]) or suffix or 'no suffix'})"
         fix = _CONVERSIONS.get(file_format(files[0])) or _CONVERSIONS.get(suffix, fix)
-    raise DualencError(f"{source}: {problem}; {fix}")
+    raise DualencError(
+        problem,
+        fix=fix,
+        where=source,
+    )
 
 
 def _files_of_glob(pattern: str) -> list[Path]:

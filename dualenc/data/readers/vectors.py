@@ -137,12 +137,19 @@ def load_npy(path: Path) -> np.ndarray:
     """Map a .npy file of shape (N, D) into memory, one vector (D,) as (1, D); pickled objects are
     never loaded."""
     if not path.is_file():
-        raise DualencError(f"{path}: no such file; give a .npy file of shape (N, D)")
+        raise DualencError(
+            "no such file",
+            fix="give a .npy file of shape (N, D)",
+            where=path,
+        )
     with explain(f"{path}: no readable .npy file", "write it with numpy.save"):
         matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
     if matrix.ndim == 1:
         matrix = matrix[None]
     if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
-        contents = f"{matrix.dtype} of shape {matrix.shape}"
-        raise DualencError(f"{path}: holds {contents}, where numbers of shape (N, D) are needed")
+        raise DualencError(
+            f"holds {matrix.dtype} of shape {matrix.shape}, where numbers of shape (N, D) "
+            "are needed",
+            where=path,
+        )
     return matrix

@@ -92,8 +92,11 @@ def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
     path = with_home(path)
     tars = glob_files(str(Path(path) / "*.tar") if Path(path).is_dir() else str(path))
     if not tars:
-        fix = "give a .tar file, a folder of them or a glob like 'shards/*.tar'"
-        raise DualencError(f"{path}: no such tar; {fix}")
+        raise DualencError(
+            "no such tar",
+            fix="give a .tar file, a folder of them or a glob like 'shards/*.tar'",
+            where=path,
+        )
     indexes = []
     for number, tar in enumerate(tars):
         index = _index(tar, bad_rows)
@@ -139,7 +142,9 @@ class _TarFiles:
         text = data.decode("utf-8-sig", "surrogateescape").strip()
         if not text or not is_utf8(text):
             raise BadSample(
-                f"{position}: its .txt holds no text in UTF-8; convert it or remove the sample"
+                "its .txt holds no text in UTF-8",
+                fix="convert it or remove the sample",
+                where=position,
             )
         return text
 
@@ -157,9 +162,17 @@ class _TarFiles:
                 stream.seek(self.offset[index])
                 data = stream.read(self.size[index])
         except (OSError, DualencError) as error:
-            raise BadSample(f"{tar}: cannot be read ({error}); check the path") from None
+            raise BadSample(
+                f"cannot be read ({error})",
+                fix="check the path",
+                where=tar,
+            ) from None
         if len(data) < self.size[index]:
-            raise BadSample(f"{tar}: ends inside a sample; fetch it again")
+            raise BadSample(
+                "ends inside a sample",
+                fix="fetch it again",
+                where=tar,
+            )
         return data
 
     def item_identity(self, row: int, read: bool) -> bytes:

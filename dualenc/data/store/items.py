@@ -67,7 +67,11 @@ class Texts(Sequence[str]):
             value = self.strings[row]
             return value.to_pylist() if isinstance(row, slice) else value.as_py()
         except UnicodeDecodeError as error:
-            raise DualencError(f"{self.path}: corrupt ({error}); {self.fix}") from None
+            raise DualencError(
+                f"corrupt ({error})",
+                fix=self.fix,
+                where=self.path,
+            ) from None
 
     def __iter__(self) -> Iterator[str]:
         for start in range(0, len(self), BATCH_ROWS):
@@ -120,7 +124,9 @@ class Ids(Texts):
             return row if self[row] == name else -1
         except IndexError:
             raise DualencError(
-                f"{self._order_path}: corrupt (row > {len(self)}); {self.fix}"
+                f"corrupt (row > {len(self)})",
+                fix=self.fix,
+                where=self._order_path,
             ) from None
 
 
@@ -167,7 +173,11 @@ class ItemTable:
 def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
     """Map the record batches of an Arrow file; their values are not read."""
     if not path.is_file():
-        raise DualencError(f"{path}: missing; {fix}")
+        raise DualencError(
+            "missing",
+            fix=fix,
+            where=path,
+        )
     with explain(f"{path}: truncated or corrupt", fix):
         reader = ipc.open_file(pa.memory_map(os.fsencode(path)))
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
@@ -280,14 +290,19 @@ def check_ids(ids: Sequence[str]) -> None:
     for row, name in enumerate(ids):
         if not isinstance(name, str):
             raise DualencError(
-                f"id {name!r} at row {row} is {type(name).__name__}, not a text; give str(id)"
+                f"id {name!r} at row {row} is {type(name).__name__}, not a text",
+                fix="give str(id)",
             )
         if "\n" in name:
             raise DualencError(
-                f"id {name!r} at row {row} contains a line break; give it another id"
+                f"id {name!r} at row {row} contains a line break",
+                fix="give it another id",
             )
         if not is_utf8(name):
-            raise DualencError(f"id {name!r} at row {row} is not valid Unicode; rename it")
+            raise DualencError(
+                f"id {name!r} at row {row} is not valid Unicode",
+                fix="rename it",
+            )
     if len(set(ids)) == len(ids):
         return
     first_row: dict[str, int] = {}
@@ -295,5 +310,6 @@ def check_ids(ids: Sequence[str]) -> None:
         first = first_row.setdefault(name, row)
         if first != row:
             raise DualencError(
-                f"id {name!r} is a duplicate, at rows {first} and {row}; ids must differ"
+                f"id {name!r} is a duplicate, at rows {first} and {row}",
+                fix="ids must differ",
             )

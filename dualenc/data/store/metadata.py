@@ -37,13 +37,19 @@ def check_column_names(names: Sequence[str]) -> None:
     for name in names:
         lower = name.lower()
         if not _NAME.fullmatch(name):
-            raise DualencError(f"column {name!r} cannot be kept: name it by letters, digits and _")
+            raise DualencError(
+                f"column {name!r} cannot be kept: name it by letters, digits and _",
+            )
         if lower in RESERVED:
             raise DualencError(
-                f"column {name!r} cannot be kept: every result has its own {lower}; rename it"
+                f"column {name!r} cannot be kept: every result has its own {lower}",
+                fix="rename it",
             )
         if lower in seen:
-            raise DualencError(f"column {name!r} is asked for twice; name each column once")
+            raise DualencError(
+                f"column {name!r} is asked for twice",
+                fix="name each column once",
+            )
         seen.add(lower)
 
 
@@ -59,10 +65,12 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
     for name in names:
         kind = table.column(name).type
         if pa.types.is_nested(kind):
-            problem = (
-                f"column {name!r} holds {kind}, which cannot be kept: filters compare single values"
+            raise DualencError(
+                f"column {name!r} holds {kind}, which cannot be kept: filters compare single "
+                "values",
+                fix="leave it out",
+                where=table.source,
             )
-            raise DualencError(f"{table.source}: {problem}; leave it out")
         with explain(
             f"{table.source}: column {name!r} holds {kind}, which cannot be kept", "leave it out"
         ):

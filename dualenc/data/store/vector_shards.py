@@ -61,9 +61,15 @@ class Embeddings:
         hashes: np.ndarray | None = None,
     ) -> None:
         if len(vectors.shape) != 2:
-            raise DualencError(f"vectors have shape {tuple(vectors.shape)}; give a matrix (N, D)")
+            raise DualencError(
+                f"vectors have shape {tuple(vectors.shape)}",
+                fix="give a matrix (N, D)",
+            )
         if len(ids) != len(vectors):
-            raise DualencError(f"{len(ids)} ids for {len(vectors)} vectors; give one id per vector")
+            raise DualencError(
+                f"{len(ids)} ids for {len(vectors)} vectors",
+                fix="give one id per vector",
+            )
         check_several("ids", ids)
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.vectors = vectors
@@ -82,7 +88,11 @@ class Embeddings:
         folder = with_home(Path(folder))
         meta = read_meta(folder)
         if not meta["complete"]:
-            raise DualencError(f"{folder}: not finished; {AGAIN} to resume it")
+            raise DualencError(
+                "not finished",
+                fix=f"{AGAIN} to resume it",
+                where=folder,
+            )
         paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
         verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
         table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
@@ -107,7 +117,9 @@ class Embeddings:
         """The first `dim` components of each vector, scaled to length one again if the vectors had
         it."""
         if not 1 <= dim <= self.dim:
-            raise DualencError(f"dim is {dim}: give 1 to {self.dim}, the size of the vectors")
+            raise DualencError(
+                f"dim is {dim}: give 1 to {self.dim}, the size of the vectors",
+            )
         parts = []
         for block in self.blocks():
             short = block[:, :dim]
@@ -217,8 +229,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     rows = meta.get("shard_rows", [0])
     good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
     if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
-        what = f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]}"
-        raise DualencError(f"{path}: {what} describe no embeddings; embed into another folder")
+        raise DualencError(
+            f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]} "
+            "describe no embeddings",
+            fix="embed into another folder",
+            where=path,
+        )
     return meta
 
 
@@ -232,10 +248,16 @@ def read_head(
     """
     meta = read_json_object(folder / "meta.json")
     if meta.get("format") != expected_format:
-        raise DualencError(f"{folder}: {other}")
+        raise DualencError(
+            other,
+            where=folder,
+        )
     if meta.get("version") != version:
-        reason = f"format {meta.get('version')} of another dualenc, which reads format {version}"
-        raise DualencError(f"{folder}: {reason}; make the folder again, or install that dualenc")
+        raise DualencError(
+            f"format {meta.get('version')} of another dualenc, which reads format {version}",
+            fix="make the folder again, or install that dualenc",
+            where=folder,
+        )
     check_fields(meta, kinds, folder / "meta.json")
     return meta
 
@@ -250,7 +272,9 @@ def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.nda
     batches = read_batches(path, AGAIN)
     if len(batches) != 1:
         raise DualencError(
-            f"{path}: corrupt (it has {len(batches)} record batches, not one); {AGAIN}"
+            f"corrupt (it has {len(batches)} record batches, not one)",
+            fix=AGAIN,
+            where=path,
         )
     return batches[0], vectors_of(batches[0], dim, dtype, path)
 
@@ -262,9 +286,16 @@ def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.nd
         kind = batch.schema.field("vector").type
     is_vectors = pa.types.is_fixed_size_list(kind) and kind.list_size == dim
     if not is_vectors or kind.value_type != DTYPES[dtype]:
-        problem = f"it holds {kind} instead of {dtype} vectors of dimension {dim}"
-        raise DualencError(f"{path}: corrupt ({problem}); {AGAIN}")
+        raise DualencError(
+            f"corrupt (it holds {kind} instead of {dtype} vectors of dimension {dim})",
+            fix=AGAIN,
+            where=path,
+        )
     try:
         return batch.column("vector").flatten().to_numpy().reshape(len(batch), dim)
     except ValueError:  # Arrow's own errors are of this kind
-        raise DualencError(f"{path}: corrupt (a vector is missing); {AGAIN}") from None
+        raise DualencError(
+            "corrupt (a vector is missing)",
+            fix=AGAIN,
+            where=path,
+        ) from None
