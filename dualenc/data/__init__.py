@@ -1,4 +1,4 @@
-"""Reading: training pairs, corpora to embed and image views, from every supported format."""
+"""Readers for training pairs, corpora to embed and image views, in every supported format."""
 
 from dualenc.data.corpus import Corpus, RetrievalSet
 from dualenc.data.mixture import Mixture

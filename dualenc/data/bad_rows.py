@@ -1,5 +1,4 @@
-"""What readers report: bad samples, counted or raised, and in one line each what they guess or
-leave out."""
+"""Bad samples of a reader, counted or raised, and one-line notices of what a reader assumes."""
 
 from __future__ import annotations
 
@@ -16,11 +15,22 @@ logger = logging.getLogger("dualenc.data")
 
 
 class BadRows:
-    """Bad samples of one reader: raised at once ("raise"), or left out, counted and reported in one
-    line ("skip").
+    """The bad samples of one reader.
 
-    `counts` are the samples left out for each reason, `first` the position of the first (file:line,
-    or file and row).
+    With `on_error="raise"` the first one is raised. With "skip" they are left out and counted, and
+    `report` logs them in one line.
+
+        bad_rows = BadRows("pairs.csv")
+        bad_rows.add("empty text", "pairs.csv:7")
+        bad_rows.total  # 1
+
+    Args:
+        source: file or folder being read, named in logs and errors.
+        on_error: "skip" or "raise".
+
+    Attributes:
+        counts: number of bad samples by reason.
+        first: position of the first bad sample by reason (file:line, or file and row).
     """
 
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
@@ -37,14 +47,17 @@ class BadRows:
 
     @property
     def total(self) -> int:
-        """Number of samples left out."""
+        """Number of bad samples left out."""
         return self.counts.total()
 
     def add(
         self, reason: str, position: str, fix: str = "fix or remove it", count: int = 1
     ) -> None:
-        """Count bad samples, the first of them at `position`; under on_error="raise" a
-        `BadSample`."""
+        """Count `count` bad samples, the first of them at `position`.
+
+        Raises:
+            BadSample: the reader was opened with on_error="raise".
+        """
         if self.on_error == "raise":
             raise BadSample(
                 reason,
@@ -55,20 +68,19 @@ class BadRows:
         self.first.setdefault(reason, position)
 
     def update(self, counts: Mapping[str, int], first: Mapping[str, str]) -> None:
-        """Add the bad samples of another reader, by its `counts` and `first`."""
+        """Merge in the `counts` and `first` of another reader."""
         self.counts.update(counts)
         self.first = {**first, **self.first}
 
     def describe(self) -> str:
-        """Reasons with their counts and first positions, in one line; "" when nothing was left
-        out."""
+        """Return all reasons with count and first position in one line, "" if nothing was left out."""
         reasons = self.counts.items()
         return ", ".join(
             f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons
         )
 
     def report(self) -> int:
-        """Log what was left out, on the main process only. Returns the number of samples."""
+        """Log the bad samples left out, on the main process only, and return their number."""
         if self.total:
             # Loads torch, which reading without bad samples does not need.
             from dualenc import distributed
@@ -80,7 +92,7 @@ class BadRows:
         return self.total
 
     def require(self, usable: int, what: str) -> None:
-        """Raise a `DualencError` if nothing usable is left."""
+        """Raise a `DualencError` if there are no usable samples."""
         if not usable:
             raise DualencError(
                 f"no usable {what}: {self.describe() or 'it is empty'}",
@@ -91,5 +103,5 @@ class BadRows:
 
 @cache
 def report_once(message: str) -> None:
-    """Log a line of a reader, once in each process."""
+    """Log a message once per process."""
     logger.warning("%s", message)

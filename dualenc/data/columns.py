@@ -1,5 +1,4 @@
-"""Columns of a table as items: read from memory-mapped Arrow on demand, cheap to hand to worker
-processes."""
+"""Columns of a table as items, read on demand from memory-mapped Arrow and cheap to pickle."""
 
 from __future__ import annotations
 
@@ -47,11 +46,19 @@ _RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets
 
 
 class Column:
-    """The texts or images of one column; with `lists` a row may hold several, which are laid flat.
+    """The texts or images of one column; with `lists` a row may hold several, which are flattened.
 
-    Texts, ids and labels are strings, numbers and bytes in UTF-8; images file contents, records of
-    contents and path, or paths. By default records, contents and names of image files are images,
-    all else is text.
+    Texts, ids and labels may be stored as strings, numbers or UTF-8 bytes; images as file contents,
+    records of contents and path, or paths. By default records, file contents and names of image
+    files are images, and everything else is text.
+
+        Column(table, "caption", "text")[0]
+
+    Args:
+        table: table in which the column is open.
+        name: name of the column.
+        modality: "text" or "image"; by default inferred from type and values.
+        lists: whether rows may hold lists.
     """
 
     def __init__(
@@ -83,7 +90,7 @@ class Column:
             )
 
     def _fits(self) -> bool:
-        """Whether values of this type can be of this modality."""
+        """True if values of this Arrow type can have this modality."""
         kind = self.array.type
         if self.modality == "text":
             return _is(kind, *_TEXT_LIKE)
@@ -113,8 +120,10 @@ class Column:
         return modality
 
     def _guess_modality_of_bytes(self, stored: pa.ChunkedArray) -> Modality:
-        """Text if most values are UTF-8 and begin as no image does: some writers store texts as
-        bytes."""
+        """Return "text" if most values are UTF-8 without an image signature, else "image".
+
+        Some writers store texts as bytes.
+        """
         values = [value for value in _spread(stored, _CONTENTS_EXAMINED) if value]
         num_texts = sum(_is_utf8(value) and not has_image_format(value) for value in values)
         if 2 * num_texts <= len(values):
@@ -124,15 +133,15 @@ class Column:
         return "text"
 
     def _stored(self) -> pa.ChunkedArray:
-        """The values as the table has them, lists laid flat."""
+        """Return the values as stored in the table, with lists flattened."""
         array = self.dataset.data.column(self.name)
         return pc.list_flatten(array) if self.is_list else array
 
     @cached_property
     def array(self) -> pa.ChunkedArray:
-        """The values as Arrow, lists laid flat; NaN, as pandas writes missing values, is null.
+        """Values as Arrow, with lists flattened; NaN, as pandas writes missing values, is null.
 
-        Bytes that are read as text are strings; those that are not UTF-8 are null.
+        Bytes that are read as text become strings, null if they are not UTF-8.
         """
         array = self._stored()
         if self.modality == "text" and _is(array.type, *_BYTES):
@@ -141,7 +150,7 @@ class Column:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """The row of each value, (len(self),)."""
+        """Row of each value, (len(self),)."""
         array = self.dataset.data.column(self.name)
         rows = np.arange(len(array))
         return np.repeat(rows, _list_lengths(array)) if self.is_list else rows
@@ -153,20 +162,22 @@ class Column:
         return self.array[int(index)].as_py()
 
     def values(self) -> list[Any]:
-        """All values."""
+        """Return all values."""
         return self.array.to_pylist()
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Bytes of each text or file content, (len(self),); 0 for values of other kinds."""
+        """Bytes of each text or file content, (len(self),); 0 for other kinds of values."""
         contents = self._parts().get("bytes", self.array)
         if _is(contents.type, *_STRINGS, *_BYTES):
             return pc.fill_null(pc.binary_length(contents), 0).to_numpy()
         return np.zeros(len(self), dtype=np.int64)
 
     def filled(self) -> np.ndarray:
-        """Which values are neither null, empty nor blank; of records, those with contents or a
-        path. (len(self),)"""
+        """Return a mask (len(self),) of values that are not null, empty or blank.
+
+        Records need contents or a path.
+        """
         result = np.zeros(len(self), dtype=bool)
         for array in self._parts().values():
             filled = pc.is_valid(array)
@@ -178,8 +189,7 @@ class Column:
         return result
 
     def _parts(self) -> dict[str, pa.ChunkedArray]:
-        """The contents and the paths of records by these names; all other values by the column's
-        name."""
+        """Return contents and paths of records by these names, other values by the column's name."""
         kind = self.array.type
         if not _is(kind, "struct"):
             return {self.name: self.array}
@@ -191,13 +201,13 @@ class Column:
 
 
 def _spread(array: pa.ChunkedArray, most: int) -> list[Any]:
-    """At most so many values of an array, from all over it."""
+    """Return at most `most` values of an array, evenly spaced."""
     rows = np.linspace(0, max(0, len(array) - 1), min(len(array), most), dtype=np.int64)
     return [array[int(row)].as_py() for row in np.unique(rows)]
 
 
 def _is_utf8(data: bytes) -> bool:
-    """True for bytes of a text in UTF-8, without the zero bytes that only binary data has."""
+    """True for bytes of UTF-8 text, without the zero bytes that only occur in binary data."""
     try:
         return "\0" not in data.decode("utf-8")
     except UnicodeDecodeError:
@@ -205,7 +215,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _decode(array: pa.Array) -> pa.Array:
-    """Bytes as strings, null where they are not UTF-8."""
+    """Convert bytes to strings, null if they are not UTF-8."""
     try:
         return array.cast(pa.large_string())
     except pa.ArrowInvalid:
@@ -216,7 +226,7 @@ def _decode(array: pa.Array) -> pa.Array:
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """Whether `pyarrow.types.is_NAME` holds of an Arrow type, for one of the names."""
+    """True if `pyarrow.types.is_NAME` is true of an Arrow type for one of the names."""
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 
@@ -225,7 +235,7 @@ def _list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 class TextColumn:
-    """Values of a column as text, numbers spelled out; with a column of titles, joined in front."""
+    """Values of a column as text, numbers spelled out; titles, if given, are prepended."""
 
     def __init__(self, column: Column, titles: Column | None = None) -> None:
         self.column = column
@@ -240,7 +250,7 @@ class TextColumn:
         return f"{self.titles[index] or ''} {self.column[index] or ''}".strip()
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """The text, or its length."""
+        """Return the text, or its length."""
         if read:
             return self[row].encode()
         length = self.column.lengths[row]
@@ -252,8 +262,8 @@ class TextColumn:
 class ColumnImages:
     """Values of a column as images: file contents, `{"bytes", "path"}` records, or paths.
 
-    Unless the table has `allow_outside`, paths must stay in the folder of the row, links resolved:
-    a table from somewhere else must not make this machine read files of its choice.
+    Unless the table has `allow_outside`, paths must stay in the folder of the row after links are
+    resolved: a downloaded table must not make this machine read files of its choice.
     """
 
     def __init__(self, table: DataTable, column: Column) -> None:
@@ -293,8 +303,10 @@ class ColumnImages:
             ) from None
 
     def _file(self, row: int, path: str) -> Path:
-        """The file that a path of a row means; a `BadSample` if it is outside of the row's
-        folder."""
+        """Return the file that a path of a row refers to.
+
+        Raise a `BadSample` if it is outside of the row's folder.
+        """
         root = self.table.folder(row)
         file = existing_file(root, path)
         if self.table.allow_outside:
@@ -313,7 +325,7 @@ class ColumnImages:
         return resolved
 
     def key(self, index: int) -> bytes | str:
-        """File contents, or the path."""
+        """Return file contents, or the normalized path."""
         data, path = _contents_and_path(self.column[index])
         if data is not None:
             return data
@@ -325,7 +337,7 @@ class ColumnImages:
         return np.zeros(len(self)) if self.column.holds_strings else self.column.lengths
 
     def item_identity(self, index: int, read: bool) -> bytes:
-        """File contents, or their length; of a path the `file_identity`."""
+        """Return file contents or their length; for a path, the `file_identity`."""
         length = int(self.column.lengths[index])
         # Contents are known by their lengths unless they are read; the lengths of paths say
         # nothing.
@@ -344,7 +356,7 @@ class ColumnImages:
 
 
 def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
-    """What an image cell holds: file contents, a path, a record of both, or neither."""
+    """Return the file contents and the path in an image cell, None for what it lacks."""
     if isinstance(value, dict):
         return value.get("bytes"), value.get("path")
     if isinstance(value, bytes):
@@ -354,9 +366,19 @@ def _contents_and_path(value: Any) -> tuple[bytes | None, str | None]:
 
 @dataclass(frozen=True)
 class ItemColumn:
-    """One column as n items, its lists laid flat, with the row of each item.
+    """One column as n items, with lists flattened, and the row of each item.
 
-    `faults` are the reasons not to use items; a row without items counts for the first of them.
+    A row without items counts as the first fault.
+
+        read_column(table, "caption").items[0]
+
+    Args:
+        table: table that holds the column.
+        modality: "text", "image" or "vector".
+        is_list: whether rows hold lists.
+        rows: row of each item, (n,).
+        items: the raw items.
+        faults: reasons not to use items, each with a mask (n,) and a fix.
     """
 
     table: DataTable
@@ -367,23 +389,22 @@ class ItemColumn:
     faults: Faults
 
     def usable(self) -> np.ndarray:
-        """Which values have no fault, (n,) bool."""
+        """Return a mask (n,) of values without a fault."""
         return usable(self.faults)
 
     @property
     def is_empty(self) -> np.ndarray:
-        """Which values are missing or blank, (n,) bool."""
+        """Mask (n,) of missing or blank values."""
         return next(iter(self.faults.values()))[0]
 
     def with_fault(self, reason: str, bad: np.ndarray, fix: str) -> ItemColumn:
-        """The column with a further reason not to use values; those with another fault count for
-        that one."""
+        """Return the column with one more fault; each value counts for its first fault only."""
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
     def skip(
         self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | np.ndarray = ()
     ) -> None:
-        """Count the faulty `among` the values (n,), and rows that hold none, as bad samples."""
+        """Count faulty values in the mask `among` (n,), and `empty_rows`, as bad samples."""
         for reason, (mask, fix) in self.faults.items():
             rows = [*self.rows[mask & among], *empty_rows]
             empty_rows = ()
@@ -394,8 +415,14 @@ class ItemColumn:
 def read_column(
     table: DataTable, name: str, modality: Modality | None = None, title_column: str | None = None
 ) -> ItemColumn:
-    """The items of a column, by default of the modality that the values look like; texts with
-    titles in front."""
+    """Return the items of a column.
+
+    Args:
+        table: table in which the column is open.
+        name: name of the column.
+        modality: "text", "image" or "vector"; by default inferred from type and values.
+        title_column: column of titles to prepend to texts.
+    """
     kind = kind_of_type(table.dataset.data.schema.field(name).type)
     if modality == "vector" or (modality is None and kind == "vector"):
         return _read_vectors(table, name)
@@ -414,7 +441,7 @@ def read_column(
 
 
 def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) -> ItemColumn:
-    """The vectors (N, D) whose ids (N,) a column holds."""
+    """Return the vectors (N, D) whose ids a column holds, given all ids (N,)."""
     column = Column(table, name, "text", lists=True)
     filled = column.filled()
     names = ["" if value is None else str(value) for value in column.values()]
@@ -470,7 +497,7 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
 
 
 def matrix_faults(matrix: Array) -> Faults:
-    """Which rows of a matrix (n, D) are not finite or zero."""
+    """Return the rows of a matrix (n, D) that are zero or not finite."""
     squares = np.zeros(len(matrix))
     for start in range(0, len(matrix), _BLOCK):
         block = np.asarray(matrix[start : start + _BLOCK], dtype=np.float64)
@@ -482,5 +509,5 @@ def matrix_faults(matrix: Array) -> Faults:
 
 
 def usable(faults: Faults) -> np.ndarray:
-    """Which values have no fault, (n,) bool."""
+    """Return a mask (n,) of values without a fault."""
     return ~np.any([bad for bad, _ in faults.values()], axis=0)

@@ -1,5 +1,4 @@
-"""Corpora: items to embed with their ids, and retrieval test collections of queries, a corpus and
-judgements."""
+"""Corpora of items to embed, and retrieval test collections of queries, corpus and judgements."""
 
 from __future__ import annotations
 
@@ -33,17 +32,25 @@ _WHOLE_ID = re.compile(r"-?[0-9]+(\.0)?|nan")
 
 
 class Corpus:
-    """N items with ids of their own: documents, queries or images.
+    """N items with ids: documents, queries or images.
+
+    Items are read on access; a corpus over files holds only their positions.
+
+        Corpus(["a", "b"], ["first text", "second text"]).text(0)
 
     Args:
         ids: (N,) distinct strings.
         items: (N,) raw items: `str`, `PIL.Image`, or `np.ndarray` (D,).
         modality: "text", "image" or "vector".
-        labels: (N,) class numbers, where the source has them.
+        labels: (N,) class numbers, if the source has them.
         class_names: name of each class number.
-        columns: (N,) rows of further columns, to filter search results by.
+        columns: (N,) rows of further columns, to filter search results.
 
-    `skipped` is the number of bad samples that the reader left out.
+    Attributes:
+        skipped: number of bad samples that the reader left out.
+
+    Raises:
+        DualencError: duplicate ids, or arguments of different lengths.
     """
 
     skipped = 0
@@ -92,15 +99,18 @@ class Corpus:
         return rgb_item(self.items[index], f"item {index}")
 
     def identity(self, *, labels: bool = False) -> str:
-        """Checksum of ids and items, and with `labels` of class numbers and names, whatever files
-        they came from."""
+        """Return a checksum of ids and items, independent of the files they came from.
+
+        Args:
+            labels: whether to include class numbers and names.
+        """
         parts = [digest_of(self.ids), items_identity(self.items, self.modality)]
         if labels and self.labels is not None:
             parts += [digest_of(self.labels), digest_of(self.class_names or [])]
         return digest_of(parts)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Corpus:
-        """The items of some rows, in that order, with their labels and columns."""
+        """Return the items of some rows, in that order, with their labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
         return Corpus(
             [self.ids[row] for row in rows.tolist()],
@@ -112,8 +122,8 @@ class Corpus:
         )
 
     def text(self, index: int) -> str:
-        """The beginning of a text in one line, to show with a search result; "" for an image or a
-        vector."""
+        """Return the beginning of a text in one line, to show with a search result; "" if not a
+        text."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
@@ -122,6 +132,10 @@ class Corpus:
 
 class RetrievalSet(NamedTuple):
     """A retrieval test collection.
+
+    It is what evaluation runs on: `read_beir` returns one, and `held_out` makes one of pairs.
+
+        read_beir("scifact").qrels
 
     Attributes:
         queries: the queries to run.
@@ -135,14 +149,17 @@ class RetrievalSet(NamedTuple):
 
 
 def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
-    """Pairs as a retrieval test: their left items are the queries, all right items of their data
-    the corpus.
+    """Convert pairs to a retrieval test: left items are queries, all right items are the corpus.
 
-    Of more than `most` right items those of the pairs stay, and a seeded sample of the others.
-    Every right item that is a positive of a query, also by pairs that are not among these, is
-    relevant, unless its weight is 0. A right text that is a copy of a query has its id, and so is
-    no result of it, unless it is relevant. Equal items are one, except in a BEIR folder, which
-    tells them apart by their ids.
+    Every right item that is a positive of a query is relevant unless its weight is 0, including by
+    pairs that are not in this part. A right text that copies a query gets the query's id, so that
+    it is not a result of that query unless it is relevant. Equal items are merged, except in a BEIR
+    folder, whose ids distinguish them.
+
+    Args:
+        pairs: the pairs to test on.
+        most: maximum size of the corpus; beyond it, right items of the pairs stay and the others
+            are sampled with a fixed seed.
     """
     pairs = pairs.relevant()
     items = np.arange(pairs.num_right)
@@ -173,14 +190,14 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
 
 
 def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
-    """The items of a side that belong to a pair, and each pair's row among them."""
+    """Return the items of a side that belong to a pair, and each pair's row among them."""
     modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
     return Corpus(_side_ids(side, used), Picked(pairs.items(side), used), modality), rows
 
 
 def _side_ids(side: Side, items: np.ndarray) -> list[str]:
-    """Names of a side's items: prefixed, so that removing self-matches does not drop documents."""
+    """Return names of a side's items: prefixed, so that removing self-matches drops no documents."""
     return [f"{side}-{item}" for item in items]
 
 
@@ -195,9 +212,17 @@ def table_corpus(
     id_column: str | None = None,
     columns: Sequence[str] = (),
 ) -> Corpus:
-    """The usable items of a table's column; in lists of items their ids are `ID#0`, `ID#1`, …
+    """Return the usable items of a table's column; items of lists get the ids `ID#0`, `ID#1`, …
 
-    Columns are as in `dualenc.data.open_corpus`; the table may lack those in `optional`.
+    Args:
+        source: the table.
+        main_column: column of the items.
+        modality: "text", "image" or "vector".
+        optional: columns that the table may lack.
+        title_column: column of titles to prepend to texts.
+        label_column: column of image classes.
+        id_column: column of ids; None for row numbers.
+        columns: further columns to keep for filters.
     """
     kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
     # A column may have two roles, such as text and filter.
@@ -233,8 +258,7 @@ def table_corpus(
 
 
 def image_corpus(folder: Path) -> Corpus:
-    """The images of a folder by their names, with the first subfolder, if there is one, as
-    class."""
+    """Return the images of a folder by name; the first subfolder of a path, if any, is the class."""
     names = find_images(folder)
     ids = printable_names(folder, names)
     numbers, class_names = labels_of_folders(ids) or (None, None)
@@ -242,7 +266,7 @@ def image_corpus(folder: Path) -> Corpus:
 
 
 def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
-    """The id of each row in a column, None where it has none; without a column the row's number."""
+    """Return the id of each row in a column, None if it is missing; without a column, row numbers."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
     names: list[str | None] = []
@@ -264,8 +288,15 @@ def distinct_ids(
     position_of: Callable[[int], str],
     what: str,
 ) -> tuple[list[str], np.ndarray]:
-    """The ids (n,) of some rows and their rows (n,), without missing and repeated ids, which are
-    bad."""
+    """Return the ids (n,) of some rows, and their rows (n,), without missing and repeated ids.
+
+    Args:
+        names: (N,) id of each row.
+        rows: rows to use.
+        bad_rows: counts missing and repeated ids.
+        position_of: returns the position of a row for error messages.
+        what: name of an item in error messages.
+    """
     row_of: dict[str, int] = {}
     for row in rows.tolist():
         name = names[row]
@@ -280,8 +311,10 @@ def distinct_ids(
 
 
 def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
-    """The left and the right items of pairs, to embed: by their ids in a BEIR folder, else by their
-    numbers."""
+    """Return the left and right items of pairs as corpora to embed.
+
+    Ids are those of a BEIR folder, otherwise item numbers.
+    """
     queries = getattr(pairs, "queries", None)
     documents = getattr(pairs, "corpus", None)
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):

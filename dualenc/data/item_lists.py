@@ -1,5 +1,7 @@
-"""Collections of items over other collections. Each has `item_identity(row, read)` for
-`dualenc.data.store.identity`."""
+"""Collections of items over other collections.
+
+Each has a method `item_identity(row, read)` for `dualenc.data.store.identity`.
+"""
 
 from __future__ import annotations
 
@@ -33,21 +35,23 @@ class Picked:
         return self.items[int(self.positions[index])]
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """That of the item picked."""
+        """Return the identity of the picked item."""
         return item_identity(self.items, int(self.positions[row]), read)
 
 
 class VectorsById(Picked):
-    """Vectors picked by their ids: equal ones of different ids are different items."""
+    """Vectors picked by id: equal vectors with different ids are different items."""
 
     def key(self, index: int) -> int:
-        """The vector's position, which stands for its id."""
+        """Return the vector's position, which stands for its id."""
         return int(self.positions[index])
 
 
 class Joined:
-    """The items of several collections, which begin at `starts`; texts with the prompt of their
-    collection."""
+    """The concatenated items of several collections, which begin at `starts`.
+
+    Texts are prefixed with the prompt of their collection.
+    """
 
     def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
         self.parts = list(parts)
@@ -64,20 +68,19 @@ class Joined:
         return prompt + item if prompt else item
 
     def key(self, index: int) -> Any:
-        """That of the item."""
+        """Return the item's key in its collection."""
         number = bisect_right(self.starts, index) - 1
         return item_key(self.parts[number], index - self.starts[number])
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """That of the item, with the prompt of its collection."""
+        """Return the item's identity, with the prompt of its collection."""
         number = bisect_right(self.starts, row) - 1
         own = item_identity(self.parts[number], row - self.starts[number], read)
         return self.prompts[number].encode() + own
 
 
 class VectorItems:
-    """The rows of a matrix (N, D) as items (D,) float32, read from the file when they are
-    requested."""
+    """The rows of a matrix (N, D) as items (D,) float32, read from the file on access."""
 
     def __init__(self, matrix: Array) -> None:
         self.matrix = matrix
@@ -89,26 +92,34 @@ class VectorItems:
         return np.array(self.matrix[int(index)], dtype=np.float32)
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """The numbers as float32, always read: nothing is known of a vector without them."""
+        """Return the vector as float32 bytes; it is always read, since vectors have no cheaper
+        metadata."""
         return self[row].tobytes()
 
 
 def item_key(items: Items, row: int) -> Any:
-    """What is equal for equal items: the item itself, or what the collection's `key` gives without
-    decoding it."""
+    """Return a value that is equal for equal items: the collection's `key`, or the item.
+
+    A `key` avoids decoding the item.
+    """
     return items.key(row) if hasattr(items, "key") else items[row]
 
 
 def number_items(
     items: Items, positions: np.ndarray, deduplicate: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Number items with equal keys alike, by 128-bit digests: a million cost 16 MB.
+    """Number items so that equal keys get equal numbers, by 128-bit digests (16 MB per million).
 
-    A collection may have `key_sizes` (N,): a key of a unique size is distinct, and not read.
+    A collection may have `key_sizes` (N,): a key of a unique size is distinct without being read.
+
+    Args:
+        items: the collection.
+        positions: positions of the items to number, (n,).
+        deduplicate: False to give each position a number of its row.
 
     Returns:
         The position of the first of each distinct item (k,), in order of appearance; the number in
-        [0, k) of each (n,).
+        [0, k) of each position (n,).
     """
     if not deduplicate:
         return positions, np.arange(len(positions))

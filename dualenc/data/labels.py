@@ -1,5 +1,4 @@
-"""Classes of images: numbered by name, from columns and folders, and in the numbering of another
-source."""
+"""Image classes: numbered by name, read from columns and folders, aligned with another source."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
 def labels_of_names(names: Sequence[str]) -> Labels:
-    """Number class names in sorted order; whole numbers below a million keep their value."""
+    """Number class names in sorted order; integers below a million keep their value."""
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array(names, dtype=np.int64)
         num_classes = int(numbers.max(initial=-1)) + 1
@@ -31,8 +30,10 @@ def labels_of_names(names: Sequence[str]) -> Labels:
 
 
 def labels_of_column(table: DataTable, name: str) -> Labels | None:
-    """The labels in a column of class numbers or names; `datasets.ClassLabel` names its numbers.
-    None without any."""
+    """Return the labels in a column of class numbers or names; None without any.
+
+    `datasets.ClassLabel` provides names for numbers.
+    """
     column = Column(table, name, "text")
     values = column.values()
     rows = np.flatnonzero(column.filled())
@@ -52,8 +53,7 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
 def rows_with_label(
     labels: np.ndarray, source: object, ids: Sequence[str] | None = None
 ) -> np.ndarray:
-    """The rows (n,) of those labels (N,) that name a class; the others are counted and reported as
-    bad samples."""
+    """Return the rows (n,) whose label (N,) is a class; report the others as bad samples."""
     without = np.flatnonzero(labels < 0)
     if len(without):
         bad_rows = BadRows(source)
@@ -64,8 +64,10 @@ def rows_with_label(
 
 
 def labels_of_folders(names: Sequence[str]) -> Labels | None:
-    """The first folder of each relative file name as its class; None unless every file is in
-    one."""
+    """Return the first folder of each relative file name as its class.
+
+    None unless every file is in a folder.
+    """
     if not all("/" in name for name in names):
         return None
     return labels_of_names([name.split("/", 1)[0] for name in names])
@@ -74,11 +76,19 @@ def labels_of_folders(names: Sequence[str]) -> Labels | None:
 def align_labels(
     labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
 ) -> np.ndarray:
-    """Class numbers (N,) of one source in the numbering of another, by the names of the classes.
+    """Convert class numbers (N,) to the numbering of another source, by class name.
 
-    A name matches its equal, or one that begins with it as a word ("n01443537" and "n01443537
-    goldfish"). Where one source has no names, or its numbers for names, the numbers stay. A class
-    that occurs and is not among the others is an error about `what`.
+    A name matches an equal name, or one that begins with it as a word ("n01443537" and "n01443537
+    goldfish"). Numbers are kept if one of the sources has no names, or uses its numbers as names.
+
+    Args:
+        labels: class numbers (N,).
+        names: class names of this source.
+        onto: class names of the other source.
+        what: name of this source in errors.
+
+    Raises:
+        DualencError: a class that occurs is not among those of the other source.
     """
     if names is None or onto is None or _is_numbering(names) or _is_numbering(onto):
         return labels
@@ -101,10 +111,10 @@ def align_labels(
 
 
 def _is_numbering(names: Sequence[str]) -> bool:
-    """Whether classes are named by their numbers."""
+    """True if classes are named by their numbers."""
     return list(names) == [str(number) for number in range(len(names))]
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """Whether the classes, if there are any, have numbers for names."""
+    """True if all class names are numbers, also without classes."""
     return all(name.isdecimal() for name in names)

@@ -1,4 +1,4 @@
-"""Mixtures: several sources of pairs in one training, each with a weight and prompts."""
+"""Mixtures: training on several sources of pairs, each with a weight and prompts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,31 @@ SourceBatches = Literal["mixed", "one_source"]
 
 
 class Mixture(PairDataset):
-    """The pairs of several sources, one source after the other.
+    """The concatenated pairs of several sources.
 
-        Mixture({"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")},
-        weights={"medical": 2.0})
-
-    Ids of a source begin where those of the sources before it end. Equal texts of different sources
-    are different items. In an epoch each pair of a source of weight w comes w times
+    Ids of a source begin where those of the previous source end, and equal texts of different
+    sources are different items. In an epoch each pair of a source of weight w occurs w times
     (`dualenc.batching.mixture_batches.MixtureBatches`).
 
-    Args:
-        sources: pairs by a name of letters, digits, "_" and "-".
-        weights: by name, above 0; 1 for sources that are not named.
-        left_prompts: by name, put before every left text of a source, behind the model's own
-            prompt.
-        right_prompts: by name, put before every right text, mined negatives included; likewise.
-        batches: "mixed", or "one_source" for batches whose pairs are all of one source.
+        Mixture(
+            {"papers": BeirPairs("papers"), "medical": BeirPairs("medquad")},
+            weights={"medical": 2.0},
+        )
 
-    `sizes` are the pairs of each source, `prompts` the left and right prompt of each source that
-    has one.
+    Args:
+        sources: pairs by name; names consist of letters, digits, "_" and "-".
+        weights: weight of each source by name, above 0; by default 1.
+        left_prompts: text to prepend to every left text of a source, by name; the model's prompt
+            precedes it.
+        right_prompts: text to prepend to every right text of a source, mined negatives included.
+        batches: "mixed", or "one_source" for batches whose pairs are all from one source.
+
+    Attributes:
+        sizes: number of pairs of each source.
+        prompts: left and right prompt of each source that has one.
+
+    Raises:
+        DualencError: sources of different modalities or sizes, invalid names or weights.
     """
 
     def __init__(
@@ -94,18 +100,19 @@ class Mixture(PairDataset):
 
     @property
     def is_plain(self) -> bool:
-        """Whether an epoch is one pass over all pairs in arbitrary batches."""
+        """True if an epoch is one pass over all pairs in arbitrary batches."""
         return self.batches == "mixed" and all(
             weight == 1 for weight in self.source_weights.values()
         )
 
     def pair_counts(self, side: Side) -> np.ndarray:
-        """(N,) the mean number of times that each item of a side occurs in an epoch's pairs."""
+        """Return the mean number of times that each item of a side occurs in an epoch's pairs,
+        (N,)."""
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
         return np.bincount(self.item_ids(side), weights=weights, minlength=len(self.items(side)))
 
     def describe(self) -> list[str]:
-        """Each source in words."""
+        """Return a line about each source."""
         lines = []
         for name, part in self.sources.items():
             facts = [f"{len(part)} pairs", f"weight {self.source_weights[name]:g}"]
@@ -116,7 +123,7 @@ class Mixture(PairDataset):
         return lines
 
     def identities(self) -> dict[str, str]:
-        """Those of every source by its name, and the arguments of the mixture."""
+        """Return the checksums of each source by name, and the arguments of the mixture."""
         checksums: dict[str, str] = {}
         for name, part in self.sources.items():
             for what, checksum in part.identities().items():
@@ -130,7 +137,7 @@ class Mixture(PairDataset):
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
-    """Refuse sources that cannot be trained on together."""
+    """Raise a `DualencError` for sources that cannot be trained on together."""
     first_name, first = next(iter(sources.items()))
     for name, pairs in sources.items():
         if not re.fullmatch(r"[\w-]+", name):
@@ -197,7 +204,7 @@ def _joined_items(
 
 
 def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ragged | None:
-    """The mined negatives of all sources by their ids in the mixture."""
+    """Return the mined negatives of all sources by their ids in the mixture."""
     if all(part.negatives is None for part in parts):
         return None
     values = []
@@ -210,7 +217,7 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ra
 
 
 def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:
-    """The weights of one part after the other, 1 where a part has none; None if none has any."""
+    """Return the concatenated weights, 1 for sources without any; None if no source has any."""
     if all(part.weights is None for part in parts):
         return None
     weights = [

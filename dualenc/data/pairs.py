@@ -1,4 +1,4 @@
-"""Training pairs: which left item belongs to which right item, by stable ids."""
+"""Training pairs: left and right items matched by stable ids."""
 
 from __future__ import annotations
 
@@ -20,17 +20,30 @@ from dualenc.types import Items, Modality, Side
 
 
 def by_position(items: Items) -> Items:
-    """Items by their positions; a pandas Series takes numbers for labels, which may be in another
-    order."""
+    """Return items indexable by position.
+
+    A pandas Series indexes by label, so convert it to an array first.
+    """
     is_pandas = hasattr(items, "iloc")
     return items.to_numpy() if is_pandas else items  # type: ignore[attr-defined]
 
 
 class Pair(NamedTuple):
-    """One training pair: its stable number in [0, M), its items' stable ids and the raw items.
+    """One training pair.
 
-    `negatives` are right items mined as hard negatives of this pair's left item, `negative_ids`
-    their right ids.
+    A pair holds its number, the ids of its items and the raw items; ids stay the same across runs.
+
+        PairDataset(["a query"], ["a document"])[0].right
+
+    Attributes:
+        index: number of the pair in [0, M).
+        left_id: id of the left item.
+        right_id: id of the right item.
+        left: raw left item.
+        right: raw right item.
+        negatives: right items mined as hard negatives of the left item.
+        negative_ids: right ids of `negatives`.
+        weight: factor of the pair's loss.
     """
 
     index: int  # type: ignore[assignment]  # also the name of a tuple method
@@ -47,33 +60,35 @@ class PairDataset:
     """M training pairs over two collections of items; a map-style dataset whose row `i` is pair
     `i`.
 
+    Use it directly for items in memory. Every reader of this package is a subclass whose items are
+    stored in files.
+
         PairDataset(["a query", "another"], ["its document", "the other's"])
 
-    Usable as it is with items in memory; every reader of this package is a subclass whose items lie
-    in files. A collection may hold items that no pair names: `NegativeCache`, `FrozenCorpus` and
-    chains with `proposals` of a number draw them as negatives, the other objectives only if they
-    are mined.
-
-    Equal texts, vectors and images in memory may have several ids, but are never negatives of one
-    another's partners.
+    A collection may hold items without a pair: `NegativeCache`, `FrozenCorpus` and chains with a
+    number of `proposals` draw them as negatives, the other objectives use them only if they are
+    mined. Equal texts, vectors and images in memory may have several ids, but are never negatives
+    of each other's partners.
 
     Args:
         left_items: raw left items by left id, (num_left,).
         right_items: raw right items by right id, (num_right,).
         left_id: each pair's left id, (M,); by default 0, 1, 2, …
         right_id: each pair's right id, (M,); by default 0, 1, 2, …
-        negatives: each pair's mined negatives as right ids, M rows; none by default. A repeated one
-            counts once.
-        weights: (M,) factors of each pair's loss, 0 or more; by default 1.
+        negatives: each pair's mined negatives as right ids, M rows; none by default. Duplicates
+            count once.
+        weights: (M,) factors >= 0 of each pair's loss; by default 1.
         left_modality: "text", "image" or "vector".
         right_modality: "text", "image" or "vector".
 
     Attributes:
-        views: True when left and right are the same image, to be augmented twice (unimodal
-            training).
+        views: True if left and right are the same image, to be augmented twice (unimodal training).
         skipped: number of bad samples that the reader left out.
-        has_distinct_items: the reader has given equal items of a side one id, or was asked not to
-            look.
+        has_distinct_items: True if equal items of a side already share an id, or the user turned
+            deduplication off.
+
+    Raises:
+        DualencError: no pairs, ids out of range, or arguments of different lengths.
     """
 
     views: bool = False
@@ -128,12 +143,12 @@ class PairDataset:
 
     @property
     def num_left(self) -> int:
-        """The number of left items."""
+        """Number of left items."""
         return len(self.left_items)
 
     @property
     def num_right(self) -> int:
-        """The number of right items: the whole corpus."""
+        """Number of right items: the whole corpus."""
         return len(self.right_items)
 
     @property
@@ -165,19 +180,23 @@ class PairDataset:
         return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight)
 
     def items(self, side: Side) -> Items:
-        """The raw items of a side."""
+        """Return the raw items of a side."""
         return self.left_items if side == "left" else self.right_items
 
     def item_ids(self, side: Side) -> np.ndarray:
-        """(M,) each pair's item of a side."""
+        """Return each pair's item of a side, (M,)."""
         return self.left_id if side == "left" else self.right_id
 
     def item(self, side: Side, item_id: int) -> Any:
-        """The raw item of one side by its id, images as RGB; a `BadSample` if it cannot be read."""
+        """Return a raw item of one side by its id, images as RGB.
+
+        Raises:
+            BadSample: the item cannot be read.
+        """
         return rgb_item(self.items(side)[int(item_id)], f"{side} item {int(item_id)}")
 
     def identities(self) -> dict[str, str]:
-        """Checksums of "pairs" (their ids), "negatives", "left_items" and "right_items"."""
+        """Return checksums of "pairs" (their ids), "negatives", "left_items" and "right_items"."""
         left = items_identity(self.left_items, self.left_modality)
         right = left
         # Views have one collection: it is read once.
@@ -191,12 +210,14 @@ class PairDataset:
         }
 
     def identity(self) -> str:
-        """One checksum of `identities`."""
+        """Return one checksum of all `identities`."""
         return digest_of(self.identities().values())
 
     def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """All opposite-side ids that are positive with each id (n,) of a side: (n, K), ascending,
-        padded by -1."""
+        """Return the opposite-side ids that are positive with each id (n,) of a side.
+
+        The result is (n, K), ascending, padded with -1.
+        """
         if self._positives_of is not None:
             return self._positives_of.positives(side, ids)
         if side not in self._positives:
@@ -207,8 +228,10 @@ class PairDataset:
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
     def contents(self, side: Side) -> np.ndarray:
-        """(N,) a number for each item of a side, the same for equal ones; of texts on both sides
-        also across sides."""
+        """Return a number for each item of a side, (N,), the same for equal items.
+
+        If both sides are texts, numbers are comparable across sides.
+        """
         if not self._contents:
             left = self._hashes("left")
             right = left if self.views else self._hashes("right")
@@ -222,8 +245,8 @@ class PairDataset:
         return self._contents[side]
 
     def _hashes(self, side: Side) -> pa.Array:
-        """(N,) a number for each item of a side, the same for equal ones in this process; null
-        where none is read."""
+        """Return a hash for each item of a side, (N,), valid in this process; null if it is not
+        read."""
         modality = self.left_modality if side == "left" else self.right_modality
         are_texts = self.left_modality == self.right_modality == "text"
         if self.has_distinct_items and not are_texts:
@@ -234,7 +257,7 @@ class PairDataset:
         return _item_hashes(self.items(side))
 
     def first_equal(self, side: Side) -> np.ndarray:
-        """(N,) the id of the first item of a side that is equal to each of them."""
+        """Return the id of the first item of a side that is equal to each of them, (N,)."""
         numbers = self.contents(side)
         if self.has_distinct_items:
             return np.arange(len(numbers))
@@ -242,8 +265,10 @@ class PairDataset:
         return first[inverse]
 
     def copies(self, side: Side) -> np.ndarray | None:
-        """(N,) for each item of a side the first opposite id of the same text, or -1; None unless
-        both are texts."""
+        """Return the first opposite id with the same text as each item of a side, (N,), or -1.
+
+        None unless both sides are texts.
+        """
         if not self.left_modality == self.right_modality == "text":
             return None
         return _first_rows(
@@ -251,8 +276,11 @@ class PairDataset:
         )
 
     def not_negatives(self, side: Side, ids: np.ndarray) -> np.ndarray:
-        """What is no negative of each id (n,) of a side: the `positives` of all items equal to it,
-        what is equal to one of these, and opposite copies of its own text; (n, K), padded by -1."""
+        """Return the opposite-side ids that must not be negatives of each id (n,) of a side.
+
+        These are the `positives` of all items equal to it, items equal to one of these, and
+        opposite copies of its text; (n, K), padded with -1.
+        """
         alike = self._alike_positives(side)
         if alike is not None:
             return alike.padded(np.asarray(ids, dtype=np.int64))
@@ -263,7 +291,7 @@ class PairDataset:
         return np.column_stack([positives, copies[ids]])
 
     def _alike_positives(self, side: Side) -> Alike | None:
-        """The positives of a side by contents; None where all items of each side are distinct."""
+        """Return the positives of a side by contents; None if all items of each side are distinct."""
         if self.views:
             return None
         if self._positives_of is not None:
@@ -286,8 +314,17 @@ class PairDataset:
         return self._alike[side]
 
     def split(self, share: float, seed: int = 0) -> tuple[PairDataset, PairDataset]:
-        """Divide the pairs at random into the rest and about a share; all pairs of a left item are
-        in one part."""
+        """Split the pairs at random into the rest and about a `share` of them.
+
+        All pairs of a left item, and of left items equal to it, stay together.
+
+        Args:
+            share: share of the left items to hold out, in (0, 1).
+            seed: random seed.
+
+        Raises:
+            DualencError: the share is outside (0, 1), or would leave no training pair.
+        """
         # Equal items, such as one query under the ids of several sessions, are in one part.
         first = self.first_equal("left")[self.left_id]
         items = np.random.default_rng(seed).permutation(distinct(first))
@@ -308,8 +345,12 @@ class PairDataset:
         return self.take(np.flatnonzero(~in_share), self), self.take(np.flatnonzero(in_share), self)
 
     def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
-        """The pairs at these rows (n,) over the same items; `positives_of` knows more positives
-        than these pairs."""
+        """Return the pairs at these rows (n,), over the same items.
+
+        Args:
+            rows: rows of pairs.
+            positives_of: pairs whose positives remain known; by default only those returned.
+        """
         part = copy.copy(self)
         part.left_id = self.left_id[rows]
         part.right_id = self.right_id[rows]
@@ -322,8 +363,10 @@ class PairDataset:
         return part
 
     def merged(self) -> PairDataset:
-        """The same pairs with the id of the first equal item in place of each; the others are in no
-        pair."""
+        """Return the same pairs with each item replaced by the first equal one.
+
+        The other copies are then in no pair.
+        """
         lefts, rights = self.first_equal("left"), self.first_equal("right")
         known = None if self._positives_of is None else self._positives_of.merged()
         part = self.take(np.arange(len(self)), known)
@@ -332,7 +375,7 @@ class PairDataset:
         return part
 
     def relevant(self) -> PairDataset:
-        """The pairs to evaluate on: all but those of weight 0, whose items do not match."""
+        """Return the pairs to evaluate on; excludes pairs with weight 0 (labeled non-matching)."""
         if self.weights is None:
             return self
         rows = np.flatnonzero(self.weights > 0)
@@ -345,27 +388,36 @@ class PairDataset:
         return self.take(rows, None if known is None else known.relevant())
 
     def pair_counts(self, side: Side) -> np.ndarray:
-        """(N,) the number of an epoch's pairs that each item of a side occurs in."""
+        """Return the number of pairs per epoch in which each item of a side occurs, (N,)."""
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
 
 class Alike(NamedTuple):
-    """Positives by contents: the number of each own item (N,), the partners' numbers of a number,
-    and their items."""
+    """Positives by contents.
+
+    Items are numbered by contents, the same number for equal ones.
+
+        Alike(own, partners, members).padded(np.array([0]))
+
+    Attributes:
+        own: number of each own item, (N,).
+        partners: numbers of the partners of each number.
+        members: opposite items with each number.
+    """
 
     own: np.ndarray
     partners: Ragged
     members: Ragged
 
     def padded(self, ids: np.ndarray) -> np.ndarray:
-        """(n, K) the opposite items of some own items (n,), padded by -1."""
+        """Return the opposite items of some own items (n,) as (n, K), padded with -1."""
         partners = self.partners.take(self.own[ids])
         members = self.members.take(partners.values)
         return Ragged(members.values, members.offsets[partners.offsets]).padded(np.arange(len(ids)))
 
 
 def _item_hashes(items: Items) -> pa.Array:
-    """(N,) a number for each text, vector or image; null where none can be read."""
+    """Return a hash for each text, vector or image, (N,); null if it cannot be read."""
     hashes = np.full(len(items), -1)  # which Python never returns
     for row in range(len(items)):
         with suppress(BadSample):
@@ -380,8 +432,7 @@ def _item_hashes(items: Items) -> pa.Array:
 
 
 def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
-    """Numbers from 0 for the values of some arrays, the same for equal ones; every null has its
-    own."""
+    """Number the values of some arrays from 0, equal values alike; each null gets a unique number."""
     joined = pa.chunked_array(parts).combine_chunks()
     numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     is_null = numbers < 0
@@ -390,7 +441,7 @@ def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
 
 
 def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
-    """(n,) the first row of each value (n,) among others (N,), -1 for none."""
+    """Return the first row of each value (n,) among others (N,), -1 if there is none."""
     if not len(among):
         return np.full(len(values), -1)
     numbers, first = np.unique(among, return_index=True)
@@ -399,7 +450,7 @@ def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
 
 
 def _checked_items(name: str, items: Items) -> Items:
-    """Items, if they are a collection with a length that is indexed by position."""
+    """Return items if they have a length and are indexed by position."""
     is_mapping = isinstance(items, (Mapping, str, bytes))
     if is_mapping or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DualencError(

@@ -1,4 +1,4 @@
-"""Rows of integers of unequal lengths, one after the other in one array."""
+"""Rows of integers of unequal lengths, concatenated into one array."""
 
 from __future__ import annotations
 
@@ -9,33 +9,44 @@ import numpy as np
 
 
 class Ragged(NamedTuple):
-    """Rows of integers of unequal lengths: row `r` is `values[offsets[r] : offsets[r + 1]]`, both
-    int64."""
+    """Rows of integers of unequal lengths, concatenated into one array.
+
+    Row `r` is `values[offsets[r] : offsets[r + 1]]`; both arrays are int64.
+
+        Ragged.from_rows([[3, 1], [], [2]]).row(0)  # array([3, 1])
+
+    Attributes:
+        values: the integers of all rows, (sum of lengths,).
+        offsets: where each row begins, (R + 1,).
+    """
 
     values: np.ndarray
     offsets: np.ndarray
 
     @classmethod
     def from_lengths(cls, values: np.ndarray, lengths: np.ndarray | Sequence[int]) -> Ragged:
-        """Rows of these lengths."""
+        """Divide `values` into rows of these lengths (R,)."""
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return cls(np.asarray(values, dtype=np.int64), offsets.astype(np.int64))
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Ragged:
-        """Lay rows of integers one after the other."""
+        """Concatenate rows of integers."""
         arrays = [np.asarray(row, dtype=np.int64) for row in rows]
         values = np.concatenate([np.zeros(0, dtype=np.int64), *arrays])
         return cls.from_lengths(values, [len(array) for array in arrays])
 
     @classmethod
     def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
-        """Row `k` holds the values of key `k`, in their order; `keys` ascend."""
+        """Collect in row `k` the values of key `k`, in their order; `keys` must be ascending."""
         return cls.from_lengths(values, np.bincount(keys, minlength=num_keys))
 
     @classmethod
     def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
-        """Row `k` holds, ascending and without repeats, the values (not negative) of key `k`."""
+        """Collect in row `k` the values of key `k`, ascending and without duplicates.
+
+        Values must not be negative.
+        """
         # One number for each (key, value): its order is that of keys first, and equal pairs are
         # equal numbers.
         span = int(values.max(initial=0)) + 1
@@ -43,11 +54,11 @@ class Ragged(NamedTuple):
         return cls.from_sorted(unique // span, unique % span, num_keys)
 
     def row(self, index: int) -> np.ndarray:
-        """The integers of a row."""
+        """Return the integers of one row."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """The given rows, in that order, repeats allowed."""
+        """Return the given rows (n,) in that order; a row may be taken several times."""
         starts = self.offsets[rows]
         lengths = self.offsets[np.asarray(rows) + 1] - starts
         first = np.cumsum(lengths) - lengths
@@ -56,12 +67,14 @@ class Ragged(NamedTuple):
         return Ragged.from_lengths(self.values[positions], lengths)
 
     def keep(self, mask: np.ndarray) -> Ragged:
-        """The same rows with only those values for which `mask`, (len(values),) bool, is true."""
+        """Return the same rows with only the values where `mask` (len(values),) is True."""
         return Ragged(self.values[mask], np.concatenate([[0], np.cumsum(mask)])[self.offsets])
 
     def first_in_row(self) -> np.ndarray:
-        """Which values (not negative) do not repeat an earlier one of their row, (len(values),)
-        bool."""
+        """Return a mask (len(values),), False where a value repeats an earlier one of its row.
+
+        Values must not be negative.
+        """
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
         span = int(self.values.max(initial=0)) + 1
         _, first = np.unique(rows * span + self.values, return_index=True)
@@ -75,7 +88,7 @@ class Ragged(NamedTuple):
         return np.diff(self.offsets)
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """The given rows as one matrix (n, K), K the longest of them, filled up with -1."""
+        """Return the given rows (n,) as one matrix (n, K), padded with -1 to the longest of them."""
         taken = self.take(rows)
         inside = np.arange(taken.lengths.max(initial=0)) < taken.lengths[:, None]
         result = np.full(inside.shape, -1, dtype=np.int64)
@@ -84,6 +97,6 @@ class Ragged(NamedTuple):
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """(n,) the different numbers among some, ascending."""
+    """Return the distinct numbers (n,) in ascending order."""
     # Counts make NumPy sort: its table of hashes takes up to 60 times as long.
     return np.unique(values, return_counts=True)[0]

@@ -1,8 +1,8 @@
 """SimCLR's random views: pure functions of image and seed.
 
-The operations are torchvision.transforms.v2's functional ones; random numbers come from a generator
-seeded for each call, so no global state is read or changed and a view does not depend on workers,
-order or restarts.
+The operations are the functional ones of torchvision.transforms.v2. Random numbers come from a
+generator seeded for each call: no global state is read or changed, and a view does not depend on
+workers, order or restarts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ Draw = Callable[[], float]
 
 
 class SimCLR:
-    """SimCLR's augmentation (Chen et al. 2020, arXiv:2002.05709, appendix A): crop, flip, colour
-    jitter, grey, blur.
+    """SimCLR's augmentation: crop, flip, color jitter, grayscale, blur.
+
+    Source: Chen et al. 2020, arXiv:2002.05709, appendix A. Views are a pure function of image and
+    seed.
+
+        SimCLR(size=32)(image, seed=0).shape  # (3, 32, 32)
 
     Args:
         size: height and width of the view in pixels.
-        strength: of the colour jitter, s in the paper; by default 0.5 up to 64 pixels (its CIFAR-10
-            setting, appendix B.9) and 1.0 above.
+        strength: strength of the color jitter, s in the paper; by default 0.5 up to 64 pixels (its
+            CIFAR-10 setting, appendix B.9) and 1.0 above.
         blur: probability of a Gaussian blur with a kernel of a tenth of the size; by default 0 up
             to 32 pixels and 0.5 above.
         min_area: smallest share of the image's area that a crop keeps.
 
+    Raises:
+        DualencError: an argument is out of range.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class SimCLR:
             )
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
-        """A random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
+        """Return a random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
         # The order of draws is part of what a seed means: stored seeds must give the same views.
         draw = random.Random(seed).random
         box = crop_box(image.height, image.width, self.min_area, draw)
@@ -84,10 +90,9 @@ class SimCLR:
 
 
 def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int, int, int, int]:
-    """A random box of `min_area` to all of the image's area and an aspect ratio of 3/4 to 4/3
-    (Inception's crop).
+    """Return top, left, height and width in pixels of a random crop (Inception's).
 
-    The box is top, left, height and width in pixels.
+    The crop covers `min_area` to all of the image's area, with an aspect ratio from 3/4 to 4/3.
     """
     for _ in range(10):
         area = height * width * (min_area + (1 - min_area) * draw())
@@ -119,16 +124,21 @@ def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
 
 
 def gaussian_blur(pixels: Tensor, sigma: float, kernel: int) -> Tensor:
-    """torchvision's Gaussian blur of (..., H, W) as one matrix product per axis, six times faster
-    at 224 pixels."""
+    """Blur (..., H, W) like torchvision, with one matrix product per axis (6 times faster at 224
+    pixels)."""
     rows = blur_matrix(pixels.shape[-2], sigma, kernel)
     columns = blur_matrix(pixels.shape[-1], sigma, kernel)
     return rows @ pixels @ columns.T
 
 
 def blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
-    """The matrix (length, length) that blurs one axis with a standard deviation `sigma`, reflected
-    at the borders."""
+    """Return the matrix (length, length) that blurs one axis, reflected at the borders.
+
+    Args:
+        length: size of the axis in pixels.
+        sigma: standard deviation in pixels.
+        kernel: odd number of pixels under the Gaussian.
+    """
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / torch.tensor(sigma)) ** 2, dim=0)
     # Row `i` holds the weights of all positions in the blurred value at `i`.

@@ -1,10 +1,10 @@
 """Retrieval collections: BEIR folders, and data sets of the Hugging Face hub.
 
 A folder has corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv, or vectors in place of texts. On the
-hub documents, queries and judgements are configurations of a data set, in two layouts, which
-`datasets` loads by name or from a folder laid out alike. mteb's has the judgements in the
-configuration `default`, split by split, with scores; NanoBEIR's in `qrels`, without scores, and
-calls every split train.
+hub, documents, queries and judgements are configurations of a data set, in one of two layouts;
+`datasets` loads them by name or from a folder with the same layout. mteb stores the judgements in
+the configuration `default`, split by split, with scores. NanoBEIR stores them in `qrels`, without
+scores, and calls every split train.
 """
 
 from __future__ import annotations
@@ -50,21 +50,22 @@ _NANO_NAMES = (
 
 
 class BeirPairs(PairDataset):
-    """The relevant (query, document) pairs of one split, query by query in the order of the qrels
-    file.
+    """Relevant (query, document) pairs of one split, by query in the order of the qrels file.
 
     Left ids number the queries of this split that have a relevant document, in the order of
     queries.jsonl. Right ids are positions in the whole corpus: every document is a candidate of the
     global loss.
 
-    In place of texts there may be vectors: folders of embeddings `corpus` and `queries`, or files
+        BeirPairs("scifact", split="train").corpus.ids
+
+    Texts may be replaced by vectors: folders of embeddings `corpus` and `queries`, or files
     corpus.parquet and queries.parquet with columns `_id` and `vector`.
 
     Args:
         path: the BEIR folder, or a collection of the Hugging Face hub: mteb/scifact,
             zeta-alpha-ai/NanoSciFact.
         split: the qrels file to train on, without `.tsv`, or the split of the hub's judgements.
-        titles: join a document's title to its text.
+        titles: whether to prepend a document's title to its text.
         weigh_grades: multiply a pair's loss by its grade over the mean grade, so that weights are 1
             on average.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
@@ -105,11 +106,16 @@ class BeirPairs(PairDataset):
 def relevant_pairs(
     queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
 ) -> tuple[Corpus, np.ndarray, np.ndarray, np.ndarray]:
-    """The relevant (query, document) pairs of judgements.
+    """Return the relevant (query, document) pairs of judgements.
+
+    Args:
+        queries: the judged queries.
+        qrels: judgements, `qrels[query id][document id] = grade`; grade 1 or more is relevant.
+        document_ids: (N,) ids of the documents; pairs with other documents are left out.
 
     Returns:
-        The queries that have one, and of each pair its row among them, the document's row, and the
-        grade, (M,) each.
+        The queries with a relevant document; the query row, document row and grade of each pair,
+        (M,) each.
     """
     query_row = {name: row for row, name in enumerate(queries.ids)}
     query_rows: list[int] = []
@@ -131,13 +137,15 @@ def read_beir(
 ) -> RetrievalSet:
     """Read a BEIR folder for evaluation.
 
-    Only the queries that the split judges are returned. A judged document that is not in the corpus
-    stays in the judgements and counts as never found, as in trec_eval.
+    Only queries judged in the split are returned. A judged document that is not in the corpus stays
+    in the judgements and counts as never found, as in trec_eval.
 
     Args:
-        folder: holds corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv; the jsonl files may be
-            compressed. Vectors may take the place of texts, and a name of the hub that of a folder,
-            as for `BeirPairs`, whose arguments the others are.
+        folder: folder with corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv (the jsonl files may be
+            compressed), or any other path that `BeirPairs` accepts.
+        split: the qrels file, without `.tsv`, or the split of the hub's judgements.
+        titles: whether to prepend a document's title to its text.
+        on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
     """
     folder = with_home(Path(folder))
     bad_rows = BadRows(folder, on_error)
@@ -150,7 +158,7 @@ def read_beir(
 
 
 def _qrels_file(folder: Path, split: str) -> Path:
-    """The qrels file of a split; a `DualencError` if there is none."""
+    """Return the qrels file of a split; raise a `DualencError` if it does not exist."""
     if not folder.is_dir():
         raise DualencError(
             "no such folder",
@@ -171,8 +179,14 @@ def _qrels_file(folder: Path, split: str) -> Path:
 def read_judged_queries(
     folder: Path, split: str, document_ids: Sequence[str], bad_rows: BadRows
 ) -> tuple[Corpus, dict[str, dict[str, int]]]:
-    """The queries of a BEIR folder that a split judges, and its judgements; no documents are
-    read."""
+    """Return the queries that a split judges, and its judgements, without reading documents.
+
+    Args:
+        folder: BEIR folder, or collection of the hub.
+        split: the qrels file, without `.tsv`, or the split of the hub's judgements.
+        document_ids: (N,) ids of the corpus or index, to report judged documents that are missing.
+        bad_rows: counts bad lines.
+    """
     folder = with_home(folder)
     if detect(folder) == "hub":
         entries = _hub_judgements(folder, split)
@@ -203,7 +217,7 @@ def read_judged_queries(
 def check_judged(
     folder: str, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str], index: str
 ) -> None:
-    """Refuse judgements none of whose documents is in an index."""
+    """Raise a `DualencError` if none of the judged documents is in an index."""
     judged = {name for grades in qrels.values() for name in grades}
     if (rows_of(document_ids, judged) < 0).all():
         raise DualencError(
@@ -221,8 +235,15 @@ def read_corpus(
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
-    """The documents (part "corpus") or queries (part "queries") of a BEIR folder; `columns` are
-    kept for filters."""
+    """Return the documents (part "corpus") or queries (part "queries") of a BEIR folder.
+
+    Args:
+        folder: BEIR folder, or collection of the hub.
+        part: "corpus" or "queries".
+        titles: whether to prepend a document's title to its text.
+        columns: further columns to keep for filters.
+        bad_rows: counts bad lines.
+    """
     columns = list(one_or_several(columns))
     check_column_names(columns)
     folder = with_home(Path(folder))
@@ -261,15 +282,15 @@ def read_corpus(
 
 
 def _id_column(source: TableSource, part: str) -> str:
-    """The column of ids, `_id` in BEIR."""
+    """Return the column of ids, `_id` in BEIR."""
     return first_of(source.kinds, _ID_NAMES[part]) or "_id"
 
 
 def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[str]]]:
-    """The position and [query, document, grade] of the lines of a file.
+    """Yield the position and [query, document, grade] of each line of a qrels file.
 
-    A BEIR file has `query-id, corpus-id, score` by tabs, or in any order below a header; a TREC one
-    has `query 0 document grade`.
+    A BEIR file has tab-separated `query-id, corpus-id, score`, or these in any order under a
+    header; a TREC file has `query 0 document grade`.
     """
     places: list[int] = []
     num_columns = 0
@@ -288,8 +309,10 @@ def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[
 
 
 def _header_places(names: list[str]) -> list[int]:
-    """The places of query, document and grade in a header, which pandas begins with the nameless
-    column of its index; none if it is no header."""
+    """Return the positions of query, document and grade in a header; [] if it is not a header.
+
+    pandas begins a header with the nameless column of its index.
+    """
     query = first_of(names, QUERY_IDS)
     document = first_of(names, DOCUMENT_IDS)
     known = [name for name in (query, document) if name is not None]
@@ -302,7 +325,7 @@ def _header_places(names: list[str]) -> list[int]:
 
 
 def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
-    """Judgements from positions and fields; malformed and repeated ones are bad rows."""
+    """Yield judgements from positions and fields; malformed and repeated ones are bad rows."""
     seen: set[tuple[str, str]] = set()
     for position, fields in entries:
         grade = fields[-1].strip()
@@ -319,7 +342,7 @@ def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> 
 
 
 def expand_name(source: str) -> list[str]:
-    """The collections that a name stands for: NanoBEIR's thirteen, or the name itself."""
+    """Return the collections that a name stands for: NanoBEIR's thirteen, or the name itself."""
     if source != NANO_BEIR or Path(source).exists():
         return [source]
     return [f"zeta-alpha-ai/Nano{name}" for name in _NANO_NAMES]
@@ -342,7 +365,7 @@ def _has(source: str | Path, config: str) -> bool:
 
 
 def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
-    """The documents (part "corpus") or the queries of a collection."""
+    """Open the documents (part "corpus") or the queries of a collection."""
     splits = load_from_hub(str(source), part)
     if len(splits) > 1:
         raise DualencError(
@@ -354,8 +377,7 @@ def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> Table
 
 
 def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
-    """The position and [query, document, grade] of each judgement of a split; 1 where there is no
-    score."""
+    """Yield the position and [query, document, grade] of each judgement, grade 1 without scores."""
     config = "qrels" if _has(source, "qrels") else "default"
     splits = load_from_hub(str(source), config)
     # What NanoBEIR calls train is a test: it has nothing else.

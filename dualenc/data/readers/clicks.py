@@ -1,5 +1,4 @@
-"""Clicks: queries with ids of relevant documents that are vectors already; held-out splits by
-document."""
+"""Clicks: queries with ids of relevant documents in an index, and splits by document."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ from dualenc.data.readers.relevance import (
     named_labels,
     read_labels,
 )
-from dualenc.data.readers.table_pairs import paired_positions, without_unlabelled
+from dualenc.data.readers.table_pairs import paired_positions, without_unlabeled
 from dualenc.data.readers.tables import ColumnKind, TableSource, check_columns
 from dualenc.data.readers.written_lists import parse_list
 from dualenc.data.store.items import rows_of
@@ -51,25 +50,24 @@ _FITS = 0.5  # of the values of a column of ids that are among the documents
 
 
 class IndexPairs(PairDataset):
-    """Queries with their relevant documents among vectors that are there: clicks, judgements,
-    questions with answers.
+    """Queries paired with relevant documents of an existing index.
+
+    The pairs come from click logs, relevance judgements or questions with answers. Left items are
+    the distinct queries. Right items are the vectors of all N documents, in index order: each is a
+    candidate of the loss. Ids that are not among the documents are left out, counted and reported.
 
         IndexPairs("clicks.csv", open_documents("index"))
 
-    Left items are the distinct queries, right items the vectors of all N documents, in their order:
-    each of them is a candidate of the loss. Ids that are not among the documents are left out,
-    counted and reported.
-
     Args:
-        source: table with a query (a text, or a vector) and a document's id, or a list of ids, in
-            each row; several rows of a query are several positives. Or a BEIR folder: queries.jsonl
-            (or vectors) and qrels/SPLIT.tsv.
+        source: table with a query (a text, or a vector) and a document id, or a list of ids, in
+            each row; several rows of a query give several positives. Or a BEIR folder:
+            queries.jsonl (or vectors) and qrels/SPLIT.tsv.
         documents: N vectors with ids, see `dualenc.search.documents.open_documents`.
-        query_column: of a table, where it has no usual name.
-        document_column: the same, of the ids.
-        label_column: 0 in the rows that are no clicks; by default a column with a usual name
-            (clicked, label, score, …) that holds labels. `none` reads none.
-        split: of a BEIR folder, a folder of tables, a saved data set or a hub name.
+        query_column: column of queries, if a table does not use a common name.
+        document_column: column of document ids, likewise.
+        label_column: column that is 0 in rows without a click; by default a column with a common
+            name (clicked, label, score, …) that holds labels. `none` reads no labels.
+        split: which split of a BEIR folder, folder of tables, saved data set or hub name.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
@@ -106,7 +104,7 @@ class IndexPairs(PairDataset):
             )
             modality = left.modality
             if labels is not None:
-                left, right = without_unlabelled(left, right, labels)
+                left, right = without_unlabeled(left, right, labels)
             paired = paired_positions(left, right)
             if labels is not None:
                 paired = paired[labels.of_pairs(right, paired) > 0]
@@ -149,8 +147,7 @@ def _read_clicks(
     label_column: str | None,
     documents: Embeddings,
 ) -> tuple[ItemColumn, ItemColumn, Labels | None]:
-    """The queries of a table, the vectors of the documents that it names, and whether they were
-    clicked."""
+    """Return the queries of a table, the vectors of the documents named, and the labels if any."""
     if query_column is None:
         query_column = source.default_column(_QUERIES, "query_column", but=document_column)
     if document_column is None:
@@ -188,9 +185,9 @@ def _read_clicks(
 
 
 def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequence[str]) -> str:
-    """The column of documents' ids: one with a usual name whose values are such ids.
+    """Return the column of document ids: one with a common name whose values are such ids.
 
-    Labels are no ids, and row numbers are none where the values of another column are.
+    Labels are excluded, and so are row numbers if the values of another column are ids.
     """
     values = {
         name: _examined(source, name)
@@ -230,7 +227,7 @@ def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequ
 
 
 def _examined(source: TableSource, name: str) -> list[str]:
-    """The examined values of a column, its lists laid flat."""
+    """Return the examined values of a column, with lists flattened."""
     values: list[str] = []
     for record in source.examined:
         value = record.get(name)
@@ -243,8 +240,7 @@ def _examined(source: TableSource, name: str) -> list[str]:
 
 
 def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
-    """The share of values that are among ids, also as pandas writes whole numbers beside missing
-    ones."""
+    """Return the share of values that are among ids; pandas writes id 7 as 7.0 beside missing ones."""
     if not values:
         return 0.0
     whole = [value.removesuffix(".0") for value in values]
@@ -252,9 +248,18 @@ def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
 
 
 class DocumentSplit(NamedTuple):
-    """Training pairs, and held-out queries: those none of whose documents is in a training pair
-    (`new`), those all of whose documents are (`known`), and both (`held_out`). A part without pairs
-    is None."""
+    """Training pairs, and held-out queries divided by whether their documents are in training.
+
+    A part without pairs is None.
+
+        split_by_documents(pairs, share=0.1, most=1000).train
+
+    Attributes:
+        train: pairs to train on.
+        new: queries whose documents are in no training pair.
+        known: queries whose documents are all in training pairs.
+        held_out: the queries of both parts.
+    """
 
     train: PairDataset
     new: PairDataset | None
@@ -263,18 +268,17 @@ class DocumentSplit(NamedTuple):
 
 
 def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 0) -> DocumentSplit:
-    """Hold out queries by their documents, so that `new` measures documents that no training pair
-    names.
+    """Hold out queries by document, so that `new` measures documents that training never sees.
 
-    New: queries are drawn until their documents have about a `share` of the pairs, all of which
-    leave the training; a query that would exceed it is passed over. Known: as many queries, each of
-    whose documents keeps a pair of another.
+    For `new`, queries are drawn until their documents have about a `share` of the pairs. All pairs
+    of these documents leave training; a query that would exceed the share is skipped. For `known`,
+    the same number of queries is drawn, each of whose documents keeps a pair of another query.
 
     Args:
-        pairs: to divide.
-        share: of the pairs, in [0, 1).
+        pairs: pairs to split.
+        share: share of the pairs to hold out for `new`, in [0, 1).
         most: maximum number of queries in each part.
-        seed: of the draw.
+        seed: random seed.
 
     Raises:
         DualencError: the share is outside [0, 1), or `most` is negative.
@@ -312,7 +316,7 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
 def _draw_documents(
     order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
 ) -> list[int]:
-    """The documents of queries that are drawn until these documents have about `budget` pairs."""
+    """Return documents of queries drawn until these documents have about `budget` pairs."""
     drawn: set[int] = set()
     num_queries = 0
     for query in order:
@@ -328,8 +332,10 @@ def _draw_documents(
 
 
 def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:
-    """Queries each of whose documents keeps a pair of another query; `num_pairs` (N,) of each
-    document."""
+    """Return up to `most` queries each of whose documents keeps a pair of another query.
+
+    `num_pairs` (N,) is the number of pairs of each document.
+    """
     remaining = num_pairs.copy()
     drawn: list[int] = []
     for query in order:

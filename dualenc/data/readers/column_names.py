@@ -1,5 +1,7 @@
-"""The usual names of columns, one list for all readers; case, spaces, hyphens and humps (`docId`)
-do not matter."""
+"""Common column names, one list for all readers.
+
+Matching ignores case, spaces, hyphens and camel case (`docId`).
+"""
 
 from __future__ import annotations
 
@@ -131,19 +133,21 @@ NO_COLUMN = "none"
 
 
 def is_none(name: str | None) -> bool:
-    """Whether an argument says that no column is to be read."""
+    """True if an argument says to read no such column."""
     return name in ("", NO_COLUMN)
 
 
 def normalized(name: str) -> str:
-    """A column's name in lower case, its words divided by one _ each."""
+    """Return a column name in snake_case."""
     words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", name.strip())
     return re.sub(r"[\s.-]+", "_", words).lower()
 
 
 def columns_named(columns: Iterable[str], names: Iterable[str]) -> list[str]:
-    """The columns that have one of some usual names, in the order of these names; the exact
-    spelling first."""
+    """Return the columns that have one of these `names`, in the order of the names.
+
+    For each name, an exact match comes before other spellings.
+    """
     known = list(columns)
     found: list[str] = []
     for name in names:
@@ -153,5 +157,5 @@ def columns_named(columns: Iterable[str], names: Iterable[str]) -> list[str]:
 
 
 def first_of(columns: Iterable[str], names: Iterable[str], but: str | None = None) -> str | None:
-    """The first of some usual names that a column has."""
+    """Return the first column that has one of these `names`, other than `but`; None without one."""
     return next((name for name in columns_named(columns, names) if name != but), None)

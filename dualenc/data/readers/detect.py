@@ -1,4 +1,4 @@
-"""What a source is, recognised once by its name and the files in it."""
+"""Detect the format of a data source from its name and files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def detect(source: str | Path) -> Kind:
-    """The kind of a source; "files" for one that does not exist."""
+    """Return the kind of a source, "files" if it does not exist.
+
+    "collection" is a retrieval collection on the hub, or in a folder with the same layout. To
+    recognize one, `datasets` looks the name up.
+    """
     refuse_url(source)
     path = with_home(Path(source))
     if path.is_dir():
@@ -66,7 +70,7 @@ def detect(source: str | Path) -> Kind:
 
 
 def refuse_url(source: str | Path) -> None:
-    """Raise a `DualencError` for a URL, which a `Path` writes with one slash."""
+    """Raise a `DualencError` for a URL, also if `Path` has collapsed its slashes."""
     if _URL.match(str(source)) and not Path(source).exists():
         url = without_credentials(str(source))
         raise DualencError(
@@ -98,7 +102,7 @@ def _kind_of_folder(folder: Path) -> Kind:
 
 
 def _kind_of_files(folder: Path, entries: list[Path]) -> Kind:
-    """The kind of a folder that nothing but its files describes."""
+    """Return the kind of a folder that is described by its files alone."""
     suffixes = {entry.suffix.lower() for entry in entries if not entry.name.startswith(".")}
     # The hub stores the tables of a data set in `data`.
     tables = {file.name for file in (*entries, *files_in(folder / "data")) if is_table(file)}
@@ -130,8 +134,10 @@ def _kind_of_files(folder: Path, entries: list[Path]) -> Kind:
 
 
 def _configurations(folder: Path) -> set[str]:
-    """The configurations that the header of a folder's README.md names, as on the hub; none if
-    files lie elsewhere."""
+    """Return the configurations in the header of a folder's README.md, as on the hub.
+
+    Empty if any of the files lie elsewhere.
+    """
     card = folder / "README.md"
     if (
         not card.is_file()
@@ -146,8 +152,7 @@ def _configurations(folder: Path) -> set[str]:
 
 
 def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_SPLIT,)) -> None:
-    """Raise a `DualencError` for a split that is not among those of a source; by default it has
-    only one."""
+    """Raise a `DualencError` if a split is not among `splits`, by default `train` alone."""
     if split not in splits:
         raise DualencError(
             f"no split {split!r}",
@@ -157,8 +162,7 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
 
 
 def default_split(source: str | Path) -> str:
-    """The split to evaluate where the user names none: the only one of a source without splits,
-    else test."""
+    """Return the split to evaluate by default: the only one of a source without splits, else test."""
     kind = detect(source)
     if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):
         return ONLY_SPLIT

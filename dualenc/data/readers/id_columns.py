@@ -1,4 +1,4 @@
-"""Which column holds the ids of a table's items, where the user names none."""
+"""Find the column that holds the ids of a table's items if the user does not name it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ _MAX_REPEATED = 0.1  # of the values of a column of ids; of more they are ids of
 
 
 def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False) -> str | None:
-    """The column of ids by its name, as its values allow; None without one, where rows are
-    numbered.
+    """Return the column of ids, found by name and values; None if rows are to be numbered.
 
-    Row numbers are no ids where another column has a usual name. A column that repeats its values
-    may be of something else, such as the products of reviews: the next name counts, or the column
-    has to be named.
+    Row numbers are skipped if another column has a common name of ids. So is a column that repeats
+    its values: it may hold ids of something else, such as the products of reviews.
+
+    Args:
+        source: the table.
+        main: column of the items, which is never their id.
+        of_queries: whether the items are queries, whose ids have other common names.
+
+    Raises:
+        DualencError: all columns with a common name repeat their values.
     """
     names: Sequence[str] = ("_id", "id", *QUERY_IDS) if of_queries else IDS
     usual = [name for name in columns_named(source.kinds, names) if name != main]
@@ -51,7 +57,7 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
 
 
 def are_row_numbers(values: Sequence[Any]) -> bool:
-    """Whether values count up by one, as an index column does."""
+    """True if values count up by one, as in an index column."""
     texts = [str(value).strip().removesuffix(".0") for value in values]
     if len(texts) < 2 or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return False
@@ -60,7 +66,7 @@ def are_row_numbers(values: Sequence[Any]) -> bool:
 
 
 def _repeats(values: Sequence[Any]) -> bool:
-    """Whether many values occur before; lists are for the reader to refuse."""
+    """True if many values occur more than once; lists are left for the reader to refuse."""
     filled = [str(value) for value in values if value is not None and str(value).strip()]
     repeated = len(filled) - len(set(filled))
     return repeated > _FEW and repeated > _MAX_REPEATED * len(filled)

@@ -1,4 +1,4 @@
-"""Image files: found in folders, and read as items."""
+"""Find image files in folders and read them as items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ that."""
 
 
 class ImageFiles:
-    """Items that are image files: `root / name` for each name."""
+    """Items stored as image files: `root / name` for each name."""
 
     def __init__(self, root: str | os.PathLike[str], names: Sequence[str]) -> None:
         self.root = with_home(Path(root))
@@ -36,16 +36,16 @@ class ImageFiles:
         return open_image(self.root / self.names[index])
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """Name and `file_identity`."""
+        """Return name and `file_identity`."""
         name = self.names[row]
         return name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read)
 
 
 def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
-    """The subfolder of a split, such as `val`; the folder itself if it is not divided into splits.
+    """Return the subfolder of a split, such as `val`, or the folder itself if it has no splits.
 
-    Subfolders are splits if all of them have usual names of splits: `train` may also be a class
-    among others.
+    Subfolders are splits only if all of them have common split names; otherwise `train` may be a
+    class.
     """
     root = with_home(Path(folder))
     if not root.is_dir():
@@ -70,13 +70,12 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
 
 
 def is_image(path: Path) -> bool:
-    """Whether a file is an image by its suffix."""
+    """True if the suffix is one of an image format."""
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 
 def existing_file(root: Path, name: str) -> Path:
-    """The file `root / name`, or the one whose name differs only in composed (NFC) and decomposed
-    (NFD) accents."""
+    """Return `root / name`; accents in the name may be composed (NFC) or decomposed (NFD)."""
     if not name.isascii():
         for form in ("NFC", "NFD"):
             other = root / unicodedata.normalize(form, name)
@@ -86,10 +85,10 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def find_images(folder: str | os.PathLike[str]) -> list[str]:
-    """Names of all images in a folder and its subfolders, relative to it with forward slashes,
-    sorted.
+    """Return the names of all images in a folder and its subfolders, sorted.
 
-    Links to folders are followed, but no folder is read twice, so links in a circle end.
+    Names are relative to the folder, with forward slashes. Links to folders are followed, but no
+    folder is read twice, so cycles of links end.
     """
     root = with_home(Path(folder))
     if not root.is_dir():
@@ -129,10 +128,9 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
 
 
 def printable_names(folder: Path, names: Sequence[str]) -> list[str]:
-    """Return names of files as ids: bytes that are not UTF-8, and line breaks, as escapes
-    (`caf\\xe9.png`).
+    r"""Return file names as ids; line breaks and bytes that are not UTF-8 become escapes.
 
-    The escaped names are reported in one line.
+    `caf\xe9.png` is such an id. Escaped names are reported in one line.
     """
     escaped = [name if is_utf8(name) and "\n" not in name else _escaped(name) for name in names]
     changed = [new for new, name in zip(escaped, names, strict=True) if new != name]

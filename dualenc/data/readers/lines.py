@@ -1,10 +1,9 @@
-"""Records of text files (jsonl, json, csv, tsv, plain text), one by one so that errors name file
-and line.
+"""Records of text files (jsonl, json, csv, tsv, plain text), read one by one.
 
-They are Python's. Arrow's are four times as fast (1 GB of csv or jsonl: 2.5 seconds of a core
-against 10), but its csv reader takes `"3,4⏎5,6⏎"7,8`, where a quote strays, for two good fields,
-and refuses fields larger than a block; its JSON reader refuses NaN, numbers beside texts, and a
-whole block for one bad line.
+Uses Python's csv and json parsers, so that errors name file and line. Arrow's are four times faster
+(1 GB of csv or jsonl: 2.5 instead of 10 CPU-seconds), but its csv reader accepts `"3,4⏎5,6⏎"7,8`,
+which has a stray quote, as two valid fields and refuses fields larger than a block; its JSON reader
+refuses NaN, numbers mixed with texts, and a whole block for one bad line.
 """
 
 from __future__ import annotations
@@ -71,8 +70,10 @@ _parse_json = partial(json.loads, parse_constant=lambda name: None)
 
 
 def file_format(path: PurePath) -> str:
-    """The suffix that decides how a file is read, in lower case and without one of
-    `COMPRESSIONS`."""
+    """Return the suffix that determines how a file is read, in lower case.
+
+    A suffix of `COMPRESSIONS` is removed first.
+    """
     suffix = path.suffix.lower()
     return PurePath(path.stem).suffix.lower() if suffix in COMPRESSIONS else suffix
 
@@ -80,13 +81,18 @@ def file_format(path: PurePath) -> str:
 def read_records(
     path: Path, bad_rows: BadRows, quotes: bool | None = None, names: list[str] | None = None
 ) -> Iterator[Numbered]:
-    """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`, decompressed
-    on the fly.
+    """Yield (line number from 1, record) for each record of a file of `LINE_FORMATS`.
 
-    JSON is one record per line, or a list whose records are numbered; a .txt file one text per
-    line, as {"text": …}. By default `"` encloses fields in csv, and in tsv if the header is in
-    quotes or quotes in a field are doubled. The columns that the header of a csv or tsv file names
-    are added to `names`, also if no record follows.
+    Compressed files are decompressed on the fly. JSON holds one record per line, or one list, whose
+    records are numbered. A .txt file holds one text per line, returned as {"text": …}.
+
+    Args:
+        path: file to read.
+        bad_rows: counts malformed lines.
+        quotes: whether `"` encloses fields. By default it does in csv, and in tsv if the header is
+            in quotes or quotes within a field are doubled.
+        names: list to which the columns of a csv or tsv header are appended, even if no record
+            follows.
     """
     suffix = file_format(path)
     with _open(path) as stream:
@@ -100,22 +106,20 @@ def read_records(
 
 
 def read_texts(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, line without its end) for each line of a text file that is not
-    blank."""
+    """Yield (line number from 1, line without its end) for each line that is not blank."""
     with _open(path) as stream:
         yield from _lines(path, stream, bad_rows)
 
 
 def is_empty(path: Path) -> bool:
-    """True if a text file holds nothing at all, decompressed."""
+    """True if a text file is empty after decompression."""
     with explain(f"{path}: cannot be read", "fetch it again"), _decompressed(path) as stream:
         return not stream.read(1)
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[TextIO]:
-    """Open a file as text; errors of opening and reading become one line. Bytes that are no UTF-8
-    are surrogates."""
+    """Open a file as text and report errors in one line; invalid UTF-8 becomes surrogates."""
     is_table = file_format(path) in (".csv", ".tsv")
     with explain(
         f"{path}: cannot be read", "check the path and its first line, or convert it to UTF-8"
@@ -131,7 +135,7 @@ def _open(path: Path) -> Iterator[TextIO]:
 
 
 def _decompressed(path: Path) -> BinaryIO:
-    """Open a file for reading the bytes that it holds, decompressed."""
+    """Open a file for reading its decompressed bytes."""
     stream = open_regular(path)
     suffix = path.suffix.lower()
     if suffix not in COMPRESSIONS:
@@ -144,7 +148,7 @@ def _decompressed(path: Path) -> BinaryIO:
 
 
 def _only_member(path: Path, stream: BinaryIO) -> IO[bytes]:
-    """Open the one file in a zip, apart from what a Mac adds."""
+    """Open the single file in a zip, ignoring what macOS adds."""
     archive = zipfile.ZipFile(stream)
     members = [info for info in archive.infolist() if not info.is_dir()]
     members = [info for info in members if not info.filename.startswith(("__MACOSX/", "."))]
@@ -165,7 +169,7 @@ def _only_member(path: Path, stream: BinaryIO) -> IO[bytes]:
 
 
 class _Bounded(io.RawIOBase):
-    """A decompressed stream up to a size, so that a small file cannot fill the disk."""
+    """Decompressed stream with a size limit, so that a small file cannot fill the disk."""
 
     def __init__(self, stream: Any, file: BinaryIO, path: Path, max_bytes: int) -> None:
         super().__init__()
@@ -198,8 +202,11 @@ class _Bounded(io.RawIOBase):
 
 
 def _encoding(path: Path, stream: BinaryIO, is_table: bool) -> str:
-    """UTF-8, UTF-16 or UTF-32; of a table also what Excel writes, if most of its first accents are
-    no UTF-8."""
+    """Return the encoding of a file: UTF-8, UTF-16 or UTF-32, for tables also Windows-1252.
+
+    Excel writes Windows-1252. It is chosen if most of the first accented characters are not valid
+    UTF-8.
+    """
     block = stream.read(_BLOCK_BYTES)
     for kind, signature in _SIGNATURES.items():
         if signature.match(block):
@@ -229,17 +236,20 @@ def _report_encoding(path: Path, encoding: str) -> None:
 
 
 class _LongLine(csv.Error):
-    """A line of more than `MAX_LINE_CHARACTERS`; an error of csv, so that its reader passes it
-    on."""
+    """A line of more than `MAX_LINE_CHARACTERS`; csv.reader propagates it as a `csv.Error`."""
 
 
 class _Lines(Iterator[str]):
-    """The lines of a stream with their ends; for one that is too long a `_LongLine`, after which
-    the next one follows.
+    """The lines of a stream with their ends.
 
-    `number` is that of the latest line, from 1. A line that begins a list of JSON may have any
-    length. The lines since `start_row` can be returned again, with backslashes before quotes as
-    doubled quotes if `unescapes` is set.
+    A line that is too long raises `_LongLine`; reading continues with the next one. The first line
+    of a JSON list may have any length. `rewind` returns the lines since `start_row` again, with
+    backslash-escaped quotes as doubled quotes if `unescapes` is set.
+
+    Attributes:
+        number: number of the latest line, from 1.
+        row: the lines since `start_row`.
+        unescapes: True to convert backslash-escaped quotes.
     """
 
     def __init__(self, stream: TextIO, may_be_list: bool = False) -> None:
@@ -260,7 +270,7 @@ class _Lines(Iterator[str]):
         return _ESCAPED.sub(_double_quote, line) if self.unescapes else line
 
     def _read(self) -> str:
-        """The next line, or its beginning if it is too long."""
+        """Return the next line, or its beginning if it is too long."""
         line = self._stream.readline(MAX_LINE_CHARACTERS + 1)
         if not line:
             raise StopIteration
@@ -271,14 +281,14 @@ class _Lines(Iterator[str]):
         return line
 
     def _skip(self) -> str:
-        """Pass over the rest of a line."""
+        """Skip the rest of a line."""
         while True:
             part = self._stream.readline(_BLOCK_BYTES)
             if not part or part[-1] in "\r\n":
                 return ""
 
     def start_row(self) -> int:
-        """Forget the lines so far. Returns the number of the next one."""
+        """Forget the lines so far and return the number of the next one."""
         self.row = []
         return self.number + 1
 
@@ -289,7 +299,7 @@ class _Lines(Iterator[str]):
 
 
 def _double_quote(match: re.Match[str]) -> str:
-    """A quote behind backslashes as csv has it: doubled if a backslash escapes it."""
+    """Return backslashes and a quote the way csv writes them: an escaped quote is doubled."""
     count = len(match[1])
     return "\\" * (count // 2) + ('""' if count % 2 else '"')
 
@@ -317,7 +327,7 @@ def _lines(
 
 
 def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Numbered]:
-    """Records of lines, or of a list, which is read as a whole."""
+    """Yield numbered records, either one per line or from a list that is read as a whole."""
     is_first = True
     for number, line in _lines(path, stream, bad_rows, may_be_list=True):
         is_list = is_first and line.lstrip().startswith("[")
@@ -350,14 +360,14 @@ def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Num
 
 
 class _Layout(NamedTuple):
-    """How a table of separated fields is written."""
+    """How a table of delimited fields is written."""
 
     header: list[str]
     delimiter: str
     in_quotes: bool
 
     def reader(self, lines: Iterator[str]) -> Any:
-        """The csv module's reader of lines."""
+        """Return the csv module's reader of lines."""
         quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if self.in_quotes else csv.QUOTE_NONE
         return csv.reader(lines, delimiter=self.delimiter, strict=True, quoting=quoting)
 
@@ -393,8 +403,10 @@ def _separated(
 def _without_headers(
     rows: Iterator[tuple[int, list[str], str]], header: list[str], path: Path, bad_rows: BadRows
 ) -> Iterator[tuple[int, list[str], str]]:
-    """Yield the rows of joined files in the order of the first header, without the later
-    headers."""
+    """Yield the rows of concatenated files in the column order of the first header.
+
+    Later headers are skipped.
+    """
     names = header
     for start, row, fault in rows:
         if not fault and len(row) > 1 and sorted(row) == sorted(header):
@@ -408,7 +420,7 @@ def _without_headers(
 
 
 def _read_layout(path: Path, lines: _Lines, quotes: bool | None) -> _Layout:
-    """The names of the columns and how their fields are divided."""
+    """Return the column names and how fields are delimited."""
     first = next(lines, "")
     while first.isspace():
         first = next(lines, "")
@@ -442,10 +454,10 @@ def _read_layout(path: Path, lines: _Lines, quotes: bool | None) -> _Layout:
 
 
 def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int, list[str], str]]:
-    """The first line, the fields and the fault ("" for none) of every row that is not blank.
+    """Yield the first line, the fields and the fault ("" if none) of each row that is not blank.
 
-    A faulty row with backslashes before quotes, as Spark and MySQL escape them, is tried so; if it
-    is good, all further rows are read so.
+    Spark and MySQL escape quotes with backslashes. A faulty row with such quotes is read again that
+    way; if it is then valid, all further rows are read the same way.
     """
     rows = layout.reader(lines)
     attempts = _MAX_ATTEMPTS if layout.in_quotes else 0
@@ -473,7 +485,7 @@ def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int
 
 
 def _next_row(rows: Any, header: list[str]) -> tuple[list[str] | None, str]:
-    """The fields of the next row, None at the end, and its fault, "" for none."""
+    """Return the fields of the next row (None at the end) and its fault ("" if none)."""
     try:
         row = next(rows, None)
     except csv.Error as error:
@@ -491,7 +503,7 @@ def _next_row(rows: Any, header: list[str]) -> tuple[list[str] | None, str]:
 
 
 def _quotes_advice(lines: _Lines, layout: _Layout) -> str:
-    """The option that may help a faulty row, if it has quotes."""
+    """Return the option that may fix a faulty row, if the row has quotes."""
     if lines.unescapes or not any('"' in line for line in lines.row):
         return ""
     if layout.in_quotes:
@@ -506,8 +518,11 @@ def _report_escapes(path: Path, line: int) -> None:
 
 
 def _unquoted(field: str) -> str:
-    """A field as its writer had it: only writers that enclose fields in quotes double quotes, or
-    write two alone."""
+    """Remove the quotes that enclose a field of a tsv file.
+
+    Quotes are text unless inner quotes are doubled or the field is just two quotes: only writers
+    that enclose fields in quotes write those.
+    """
     inner = field[1:-1]
     is_enclosed = field[:1] == field[-1:] == '"'
     if field == '""' or (is_enclosed and '""' in inner and '"' not in inner.replace('""', "")):

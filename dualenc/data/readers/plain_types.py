@@ -1,5 +1,7 @@
-"""Types of Arrow as the ones that dualenc and `datasets` read: views, extensions and dictionaries
-have plain ones."""
+"""Conversion of Arrow views, extension types and dictionaries to plain types.
+
+dualenc and `datasets` read only plain types.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _STORED = ("arrow.json", "arrow.fixed_shape_tensor", "arrow.opaque")  # as what 
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type as which a column is read: that of its values, in an ordinary layout."""
+    """Return the plain type as which a column of an Arrow type is read."""
     is_kind = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         plain = _EXTENSIONS.get(kind.extension_name, kind)
@@ -38,7 +40,7 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _list_of(kind: pa.DataType, make: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """A type of lists as one whose values are plain; unchanged if it is."""
+    """Return a list type with plain values; the type itself if it is already plain."""
     plain = make(plain_type(kind.value_type))
     return kind if plain == kind else plain
 
@@ -46,7 +48,7 @@ def _list_of(kind: pa.DataType, make: Callable[[pa.DataType], pa.DataType]) -> p
 def plain_batch(
     batch: pa.RecordBatch, schema: pa.Schema, keys: Mapping[str, Any]
 ) -> pa.RecordBatch:
-    """The columns of a batch with the types of a schema, and the keys of its partition."""
+    """Convert a batch to the types of a schema and add the keys of its partition."""
     arrays = []
     for column in schema:
         if column.name in batch.schema.names:
@@ -60,7 +62,7 @@ def plain_batch(
 
 
 def _plain_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    """An array as one of a plain type."""
+    """Convert an array to a plain type."""
     if array.type == kind:
         return array
     if isinstance(array.type, pa.BaseExtensionType) and array.type.extension_name == "arrow.uuid":
@@ -82,8 +84,7 @@ def _plain_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 def check_types(source: str | Path, schema: pa.Schema) -> None:
-    """Raise a `DualencError` for a column of a type that `datasets` does not know, such as a
-    map."""
+    """Raise a `DualencError` for a column type that `datasets` does not support, such as a map."""
     from datasets import Features
 
     for column in schema:

@@ -1,9 +1,8 @@
-"""Labels of pairs: columns that say which rows match, found by their names and by all their values.
+"""Labels of pairs: find columns that say which rows match, by their names and all their values.
 
-A column of 0 and 1, of truth values, of yes and no, or of grades from 0 is read as labels: 0 does
-not match, anything above does. What looks like labels and does not say which rows match
-(similarities, classes) is refused, since a row that does not match would be trained as one that
-does.
+Labels are 0 and 1, truth values, yes and no, or grades from 0: 0 does not match, anything above
+does. A column that looks like labels but does not say which rows match (similarities, classes) is
+refused, because a row that does not match would be trained as a positive.
 """
 
 from __future__ import annotations
@@ -45,19 +44,19 @@ _NAME_OF_CLASS = re.compile(r"[^\W\d_][^\W\d]{0,29}(?:[ /-][^\W\d]{1,29}){0,3}|[
 
 @dataclass(frozen=True)
 class Labels:
-    """Whether rows match: 1, 0 or NaN for none, of each row (M,) or of each entry of its lists."""
+    """Whether rows match: 1, 0, or NaN if unlabeled, of each row (M,) or each entry of its lists."""
 
     name: str
     values: np.ndarray
     of_entries: bool
 
     def of_pairs(self, right: ItemColumn, paired: np.ndarray) -> np.ndarray:
-        """The labels of right values at some positions (n,)."""
+        """Return the labels of the right values at these positions (n,)."""
         return self.values[paired if self.of_entries else right.rows[paired]]
 
 
 def as_number(value: object) -> object:
-    """1 or 0 for a text that says whether a row matches; any other value as it is."""
+    """Return 1 or 0 for a text that says whether a row matches; return other values unchanged."""
     text = _plain(value)
     negated = _NOT.fullmatch(text)
     if negated and text not in _WORDS and negated[1] in _WORDS:
@@ -66,14 +65,15 @@ def as_number(value: object) -> object:
 
 
 def label_columns(columns: Iterable[str], but: Collection[str]) -> list[str]:
-    """The columns that have a usual name of labels, without those that are read as something
-    else."""
+    """Return the columns with a common name of labels, except those `but` read as something else."""
     return [name for name in columns_named(columns, LABELS) if name not in but]
 
 
 def looks_like_labels(values: Iterable[object], name: str) -> bool:
-    """Whether a column is one of labels by its name, and no column of ids; `clicked` may be either,
-    by its values."""
+    """True for columns with a common name of labels.
+
+    A column `clicked` may hold labels or ids, so its values decide.
+    """
     if normalized(name) in CLICKED:
         return normalized(name) in LABELS and all(
             _plain(value) in _WORDS for value in values if _plain(value)
@@ -90,17 +90,18 @@ def read_labels(
     beside_images: bool = False,
     effect: str = "do not match (weight 0)",
 ) -> Labels | None:
-    """The labels among some columns with usual names, if one holds labels; a line says so.
+    """Return the labels among columns with common names, if one holds labels, and log which.
 
     Args:
-        table: with these columns opened.
-        right: lists of labels are those of its lists.
-        option: argument that names a column of labels, or none.
-        beside_images: the pairs hold images, whose classes have such names, too.
-        effect: what becomes of the rows of label 0, for the line.
+        table: table in which these columns are open.
+        columns: columns with a common name of labels.
+        right: right items; lists of labels label the entries of its lists.
+        option: name of the argument that selects a column of labels, or none.
+        beside_images: whether the pairs hold images, whose class columns have the same names.
+        effect: how the log describes the treatment of rows labeled 0.
 
     Raises:
-        DualencError: two columns look like labels, or one whose values do not say which rows match.
+        DualencError: two columns look like labels, or values do not say which rows match.
     """
     verdicts = {name: _judge(table, name) for name in columns}
     if beside_images:
@@ -144,7 +145,7 @@ def read_labels(
 def named_labels(
     table: DataTable, name: str, right: ItemColumn, option: str, effect: str
 ) -> Labels:
-    """The labels of a column that the user named: of any numbers those above 0 match."""
+    """Return the labels of the column that the user named; any number above 0 matches."""
     verdict = _judge(table, name, is_named=True)
     if verdict is None or isinstance(verdict, str):
         problem = verdict or f"{_TEXTS} are not labels"
@@ -159,8 +160,7 @@ def named_labels(
 def _checked(
     table: DataTable, name: str, values: np.ndarray, right: ItemColumn, option: str, effect: str
 ) -> Labels:
-    """Say that labels are read; refuse lists of other lengths than the right column's, and labels
-    that are all 0."""
+    """Log that labels are read; raise if list lengths differ from the right column or all are 0."""
     column = Column(table, name, "text", lists=True)
     if column.is_list and not np.array_equal(column.rows, right.rows):
         raise DualencError(
@@ -195,8 +195,10 @@ def _flag(option: str) -> str:
 
 
 def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | str | None:
-    """1, 0 or NaN for each value of a column of labels; why labels cannot be used; None for no
-    labels."""
+    """Return 1, 0 or NaN for each value of a column of labels.
+
+    Return the reason if labels cannot be used, None if the column does not hold labels.
+    """
     try:
         column = Column(table, name, "text", lists=True)
         codes = column.array.dictionary_encode().combine_chunks()
@@ -218,7 +220,7 @@ def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | 
 
 
 def _plain(value: object) -> str:
-    """A value in lower case, whole numbers without a fraction; "" for a missing one."""
+    """Return a value in lower case, whole numbers without a fraction; "" for a missing one."""
     text = " ".join(str("" if value is None else value).split()).lower().strip("'\"")
     if text in ("nan", "none", "null"):
         return ""
@@ -226,8 +228,10 @@ def _plain(value: object) -> str:
 
 
 def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, float] | str | None:
-    """What each of some different values means, 1 or 0; why that is not known; None if they are no
-    labels."""
+    """Return the meaning of each distinct value, 1 or 0.
+
+    Return the reason if it is unknown, None if the values are not labels.
+    """
     distinct = sorted(set(texts))
     if not distinct:
         return None
@@ -252,7 +256,7 @@ def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, floa
 
 
 def _numbers(texts: Sequence[str]) -> dict[str, float] | None:
-    """The numbers that texts spell; None if one does not."""
+    """Return the numbers that texts spell; None if one does not."""
     try:
         numbers = {text: float(_WORDS.get(text, text)) for text in texts}
     except ValueError:

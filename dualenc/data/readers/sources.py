@@ -48,34 +48,35 @@ def open_corpus(
     allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> Corpus:
-    """Open items to embed: a BEIR folder, a table, a folder of images, tars, texts line by line, or
-    vectors.
+    """Open items to embed: a BEIR folder, table, image folder, tars, text lines, or vectors.
+
+        open_corpus("docs.csv", text_column="body").ids
 
     Args:
         path: file, folder, glob, or hub name.
-        part: "corpus" or "queries" of a BEIR folder, also of the hub; of a table with a column of
-            each, its documents or its queries.
-        modality: "text", "image" or "vector", where a table or tar holds several; images, then
-            texts, are preferred.
-        text_column: by default `text` or another common name, or the only column. A list of texts
-            gives several items. Without it a column `title` is joined in front of the text, but not
-            in a table of queries and documents.
-        image_column: by default `image` or another common name.
-        vector_column: lists of numbers; by default `vector` or another common name.
-        id_column: ids; by default `_id` or another common name. Without one, or by `none`, the
-            row's number.
-        label_column: classes of images; by default `label`.
+        part: "corpus" or "queries" of a retrieval collection; for a table with a column of each,
+            its documents or its queries.
+        modality: "text", "image" or "vector", for a table or tar that holds several; by default
+            images are preferred, then texts.
+        text_column: column of texts; by default `text` or another common name, or the only column.
+            A list of texts gives several items. By default a column `title` is prepended, except in
+            a table of queries and documents.
+        image_column: column of images; by default `image` or another common name.
+        vector_column: column of lists of numbers; by default `vector` or another common name.
+        id_column: column of ids; by default `_id` or another common name. Without one, or for
+            `none`, ids are row numbers.
+        label_column: column of image classes; by default `label`.
         columns: further columns of a table or BEIR folder, to keep for filters.
-        split: of a folder of tables or images, a saved data set or a hub name.
-        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header
-            is in quotes.
+        split: which split of a folder of tables or images, saved data set or hub name.
+        quotes: whether `"` encloses fields; by default true for csv files, and for tsv files whose
+            header is in quotes.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that
             you trust.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
 
     Raises:
-        DualencError: nothing there, nothing usable, or columns that have to be named.
-        BadSample: an empty item, a missing or repeated id, a malformed line, under
+        DualencError: nothing found, nothing usable, or columns that have to be named.
+        BadSample: an empty item, a missing or repeated id, or a malformed line, under
             on_error="raise".
     """
     columns = list(one_or_several(columns))
@@ -153,17 +154,28 @@ def open_pairs(
     allow_outside: bool = False,
     on_error: OnError = "skip",
 ) -> PairDataset:
-    """Open training pairs: a BEIR folder, tars, a folder of images with captions, mined negatives,
-    or a table.
+    """Open training pairs: a BEIR folder, tars, captioned images, mined negatives, or a table.
 
-    All other arguments are those of `open_corpus`.
+        open_pairs("pairs.csv", "question", "answer")[0]
 
     Args:
-        left_column: of a table; by default `image` or `query` or another common name.
-        right_column: of a table; by default `captions`, `document` or another common name.
-        left_modality: of a table: "text", "image" or "vector"; by default as the values look.
+        path: file, folder, glob, or hub name.
+        left_column: left column of a table; by default `image`, `query` or another common name.
+        right_column: right column of a table; by default `captions`, `document` or another common
+            name.
+        split: which split of a folder of tables or images, saved data set or hub name.
+        left_modality: "text", "image" or "vector", for a table; by default inferred from the
+            values.
         right_modality: the same for the right column.
-        weight_column: of a table; as for `TablePairs`.
+        weight_column: column of weights of a table, see `TablePairs`.
+        quotes: whether `"` encloses fields, see `open_corpus`.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that
+            you trust.
+        on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
+
+    Raises:
+        DualencError: nothing found, nothing usable, or columns that have to be named.
+        BadSample: a bad sample under on_error="raise".
     """
     path = with_home(path)
     kind = detect(path)
@@ -204,7 +216,7 @@ def open_pairs(
 
 
 def _usual_ids(source: TableSource, main: str, part: str) -> str | None:
-    """The column of ids of the texts in the main column, which may be queries."""
+    """Return the column of ids of the texts in the main column, which may be queries."""
     if part == "queries" or main in columns_named(source.kinds, names.QUERIES):
         own = usual_id_column(source, main, of_queries=True)
         # Beside documents their ids are not those of the queries.
@@ -220,7 +232,7 @@ def _main_column(
     text_column: str | None,
     image_column: str | None,
 ) -> tuple[str, Modality]:
-    """The column to embed and what it holds."""
+    """Return the column to embed and its modality."""
     if text_column is not None and modality != "image":
         return text_column, "text"
     if image_column is not None:
@@ -254,8 +266,10 @@ def _main_column(
 
 
 def _only_column(source: TableSource) -> str:
-    """The one column of a table, whose name is not usual; in csv it may be a text, if the header is
-    missing."""
+    """Return the only column of a table, which has an uncommon name.
+
+    In csv it may be a text, if the header is missing.
+    """
     (name,) = source.kinds
     if source.has_header:
         if _SENTENCE.search(name) or len(name) > _MAX_NAME:

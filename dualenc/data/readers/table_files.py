@@ -1,5 +1,4 @@
-"""The files of a table: in a folder by splits or partitions, without what other programs put beside
-them."""
+"""Find the files of a table: in a folder by split or partition, without files other tools add."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
 def is_table(path: Path) -> bool:
-    """True for a file of `TABLE_FORMATS`, unless it is hidden or one about the data, such as
-    README.txt."""
+    """True for files of `TABLE_FORMATS`, except hidden files and files about the data (README.txt)."""
     name = path.name.lower()
     if _is_hidden(name) or file_format(path) not in TABLE_FORMATS or name in _ABOUT_JSON:
         return False
@@ -43,18 +41,17 @@ def is_table(path: Path) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    """True for names that Spark, Arrow and notebooks give to files which are no data: _SUCCESS,
-    .x.crc, ._x.png."""
+    """True for names of auxiliary files of Spark, Arrow and notebooks: _SUCCESS, .x.crc, ._x.png."""
     return name.startswith((".", "_"))
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What a folder holds, sorted; nothing if it does not exist."""
+    """Return the contents of a folder, sorted; [] if it does not exist."""
     return sorted(folder.iterdir()) if folder.is_dir() else []
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files in the subfolders of a folder, without hidden ones, sorted in each of them."""
+    """Yield all files in the subfolders of a folder, sorted within each, without hidden ones."""
     for subfolder in files_in(folder):
         if _is_hidden(subfolder.name) or not subfolder.is_dir():
             continue
@@ -64,25 +61,26 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def first_word(name: str) -> str:
-    """The beginning of a file's name, which may be its split."""
+    """Return the beginning of a file's name, which may be its split."""
     return re.split(r"[._-]", name)[0]
 
 
 def is_split(name: str) -> bool:
-    """True for usual names of splits."""
+    """True for common names of splits."""
     return name.lower() in SPLITS
 
 
 def split_tables(folder: Path) -> dict[str, list[Path]]:
-    """The table files of a folder by split, sorted; those of a folder without splits under one
-    other name.
+    """Return the table files of a folder by split, sorted.
 
-    Files in the folder and in its `data` folder are of the split with which their names begin.
-    Without such files subfolders named like splits are splits, and of partitions
-    (`year=2024/part-0.parquet`) all files belong together.
+    Files in the folder and in its `data` folder belong to the split that their names begin with. If
+    there are none, subfolders with names of splits are splits, and all partitions
+    (`year=2024/part-0.parquet`) belong together. Without splits, all files are under one other
+    name.
 
     Raises:
-        DualencError: the only tables are in other subfolders, or partitions lie beside tables.
+        DualencError: the only tables are in other subfolders, partitions lie beside tables, or a
+            catalog (Delta, Hudi, Iceberg) decides which files are valid.
     """
     for pattern, kind in _CATALOGS.items():
         if next(folder.glob(pattern), None) is not None:
@@ -124,7 +122,7 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
 
 
 def _parents(folder: Path, file: Path) -> tuple[str, ...]:
-    """The folders between a folder, or its `data` folder, and a file."""
+    """Return the names of the folders between a folder, or its `data` folder, and a file."""
     parts = file.relative_to(folder).parts[:-1]
     return parts[1:] if parts[:1] == ("data",) and len(parts) > 1 else parts
 
@@ -139,13 +137,13 @@ def _by_first_word(files: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def _partition_keys(folder: Path, file: Path) -> dict[str, str]:
-    """The `name=value` folders between a folder and a file in it, decoded."""
+    """Return the decoded `name=value` folders between a folder and a file in it."""
     pairs = [part.split("=", 1) for part in _parents(folder, file) if "=" in part]
     return {unquote(name): unquote(value) for name, value in pairs}
 
 
 def has_splits(splits: Collection[str]) -> bool:
-    """True if names of `split_tables` are splits: a single other name is that of all files."""
+    """True if names of `split_tables` are splits; a single other name stands for all files."""
     return len(splits) != 1 or any(map(is_split, splits))
 
 
@@ -160,8 +158,10 @@ def _first(names: Sequence[str], count: int) -> str:
 
 
 def without_empty(source: str | Path, files: list[Path]) -> list[Path]:
-    """Files of lines that are not empty, as jobs with nothing to write leave them; all of them if
-    every one is."""
+    """Return the files that are not empty, or all of them if every one is.
+
+    Parallel jobs with nothing to write leave empty files.
+    """
     empty = [file for file in files if is_empty(file)]
     if not empty or len(empty) == len(files):
         return files
@@ -170,8 +170,10 @@ def without_empty(source: str | Path, files: list[Path]) -> list[Path]:
 
 
 def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
-    """The keys of each file's partition, decoded; numbers where a key has nothing else. [] without
-    partitions."""
+    """Return the decoded keys of each file's partition, [] if there are no partitions.
+
+    Values are integers if all values of a key are.
+    """
     rows = [_partition_keys(folder, file) for file in files]
     names = {name for row in rows for name in row}
     if not names:

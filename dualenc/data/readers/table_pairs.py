@@ -1,5 +1,4 @@
-"""Pairs from tables and folders: columns of any table, mined negatives, images with captions, views
-of images."""
+"""Pairs from tables and folders: table columns, mined negatives, captioned images, image views."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class ColumnPairs(PairDataset):
             reason = f"no weight of 0 or more in column {weight_column!r}"
             left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
         if labels is not None:
-            left, right = without_unlabelled(left, right, labels)
+            left, right = without_unlabeled(left, right, labels)
         paired = paired_positions(left, right)
         rows = right.rows[paired]
         pair_weights = None if weights is None else weights[rows]
@@ -104,8 +103,7 @@ class ColumnPairs(PairDataset):
     def _add_negatives(
         self, table: DataTable, positions: Ragged, right_number: np.ndarray, rows: np.ndarray
     ) -> None:
-        """Give each pair the negatives of its row, apart from those that are positives of its left
-        item.
+        """Give each pair the negatives of its row, without positives of its left item.
 
         A row with several positives makes several pairs, each with all negatives of the row.
         """
@@ -126,7 +124,7 @@ class ColumnPairs(PairDataset):
 
 
 def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
-    """The positions (M,) of right values that make a pair; the faults of all others are counted."""
+    """Return the positions (M,) of right values that make a pair; count the faults of all others."""
     table = left.table
     if left.is_list:
         raise DualencError(
@@ -145,10 +143,10 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     return paired
 
 
-def without_unlabelled(
+def without_unlabeled(
     left: ItemColumn, right: ItemColumn, labels: Labels
 ) -> tuple[ItemColumn, ItemColumn]:
-    """The columns with a fault where a row, or an entry of its lists, has no label."""
+    """Return the columns with a fault where a row, or an entry of its lists, has no label."""
     is_missing = np.isnan(labels.values)
     fault = (f"no label in column {labels.name!r}", is_missing, "fill it in or remove the row")
     if labels.of_entries:
@@ -159,7 +157,7 @@ def without_unlabelled(
 def _read_negatives(
     columns: Sequence[ItemColumn], paired_rows: np.ndarray, start: int, max_negatives: int | None
 ) -> Ragged:
-    """The positions, from `start` on, of the negatives' values in each row of the table."""
+    """Return the positions, counted from `start`, of the negatives in each row of the table."""
     for column in columns:
         # An empty cell is no negative, and its pair stays: only what is empty in a list is a bad
         # sample.
@@ -179,7 +177,7 @@ def _read_negatives(
 
 
 def _weights(table: DataTable, name: str) -> np.ndarray:
-    """The weight (M,) of each row, float32; NaN where the column holds no number of 0 or more."""
+    """Return the weight (M,) of each row, float32; NaN if the value is not a number >= 0."""
     weights = np.full(len(table), np.nan, np.float32)
     for row, value in enumerate(table.column(name).to_pylist()):
         with suppress(ValueError, TypeError):
@@ -189,7 +187,9 @@ def _weights(table: DataTable, name: str) -> np.ndarray:
 
 
 class TablePairs(ColumnPairs):
-    """Pairs from any table: local files, a saved data set, or the Hugging Face hub.
+    """Pairs from two columns of a table: local files, a saved data set, or the Hugging Face hub.
+
+    Equal items share an id by default, so that copies of a positive are never its negatives.
 
         TablePairs("photos.parquet", left_column="image", right_column="captions")
 
@@ -199,21 +199,22 @@ class TablePairs(ColumnPairs):
         left_column: query or image. Images are file contents, `datasets` images, or paths relative
             to the table.
         right_column: document or caption; a list of captions makes one pair each.
-        negative_column: mined negatives, one or a list of what the right column holds; or several
-            such columns. By default those named `negative`, `negative_1`, …; [] reads none.
-        split: of a folder, a saved data set or a hub name.
+        negative_column: mined negatives, one item or a list of items like those of the right
+            column; or several such columns. By default those named `negative`, `negative_1`, …; []
+            reads none.
+        split: which split of a folder, saved data set or hub name.
         subset: configuration of a hub data set.
-        left_modality: "text", "image" or "vector"; by default as the values look.
+        left_modality: "text", "image" or "vector"; by default inferred from the values.
         right_modality: the same for the right column.
         allow_outside: whether image paths may lead out of the table's folder; only for a table that
             you trust.
-        weight_column: numbers, 0 or more, that each row's loss is multiplied by: graded pairs. In
-            evaluations on the pairs a weight of 0 is not relevant, and any other is. By default a
-            column with a usual name (label, score, clicked, …) that holds labels: 0 is a weight of
-            0, and any grade above one of 1. `none` reads none.
+        weight_column: numbers >= 0 that multiply each row's loss (graded pairs). When evaluating on
+            the pairs, weight 0 means not relevant and any other weight relevant. By default a
+            column with a common name (label, score, clicked, …) that holds labels: 0 becomes weight
+            0, any higher grade weight 1. `none` reads no weights.
         deduplicate: equal texts, vectors and images (by contents or path) of one side share an id.
-        quotes: whether `"` encloses fields; by default of csv files, and of tsv files whose header
-            is in quotes.
+        quotes: whether `"` encloses fields; by default true for csv files, and for tsv files whose
+            header is in quotes.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
@@ -274,8 +275,10 @@ class TablePairs(ColumnPairs):
 
 
 def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
-    """The columns of mined negatives by their names, in the order of their numbers; numbers are
-    none of texts."""
+    """Return the columns named like mined negatives, in the order of their numbers.
+
+    Columns of numbers are not negatives of texts.
+    """
     place = {}
     for name in source.kinds:
         match = _NEGATIVE_NAME.fullmatch(name)
@@ -292,19 +295,20 @@ def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
 
 
 def are_mined(source: TableSource) -> bool:
-    """Whether a table has the columns of mined negatives, whose `pos` is no column of numbers, such
-    as a sentiment."""
+    """True if a table has columns of mined negatives; `pos` must not hold numbers (a sentiment)."""
     return "positive_passages" in source.kinds or (
         "pos" in source.kinds and not source.holds_numbers("pos")
     )
 
 
 class MinedPairs(ColumnPairs):
-    """Pairs with mined negatives, one query a line, as FlagEmbedding and Tevatron write them.
+    """Pairs with mined negatives, one query per line, as FlagEmbedding and Tevatron write them.
 
     FlagEmbedding: `{"query": …, "pos": [text, …], "neg": [text, …]}`. Tevatron: `{"query": …,
-    "positive_passages": [{"docid", "title", "text"}, …], "negative_passages": […]}`, whose titles
-    are joined to the texts. A query with several positives makes one pair each.
+    "positive_passages": [{"docid", "title", "text"}, …], "negative_passages": […]}`; titles are
+    prepended to the texts. A query with several positives makes one pair each.
+
+        MinedPairs("mined.jsonl", max_negatives=4)[0].negatives
 
     With `queries` and `documents` the file holds ids of these vectors: `query_id` and each `docid`
     of Tevatron's lines, so that one file serves for the texts and for their embeddings, or `query`,
@@ -312,12 +316,12 @@ class MinedPairs(ColumnPairs):
 
     Args:
         path: a .jsonl file, or a glob of them.
-        max_negatives: keep that many negatives of each query, from the front.
-        split: of a folder of files, which of them.
+        max_negatives: keep only the first `max_negatives` negatives of each query.
+        split: which split of a folder of files.
         on_error: "skip" leaves out, counts and reports bad lines; "raise" stops at the first.
         queries: vectors of the queries: a folder of embeddings, a .npy file, or a table of vectors
             and ids.
-        documents: likewise of positives and negatives.
+        documents: vectors of positives and negatives, likewise.
     """
 
     def __init__(
@@ -362,8 +366,7 @@ class MinedPairs(ColumnPairs):
 def _mined_source(
     path: str | Path, bad_rows: BadRows, split: str, reshape: Callable[[Record], Record]
 ) -> TableSource:
-    """A table of mined negatives; rows of parquet files with nested passages are read as lines
-    are."""
+    """Open a table of mined negatives; parquet rows with nested passages are read as records."""
     source = TableSource(path, bad_rows, split=split, reshape=reshape)
     if "positive_passages" in source.kinds and source.dataset is None:
         return replace(source, as_records=True)
@@ -380,8 +383,7 @@ def _mined_source(
 
 
 def _mined_texts(record: Record) -> Record:
-    """Tevatron's nested passages as FlagEmbedding's lists of texts; the reading of columns checks
-    the values."""
+    """Convert Tevatron's nested passages to FlagEmbedding's lists of texts, unchecked."""
     return _flat_passages(record, _text_of_passage)
 
 
@@ -397,7 +399,7 @@ def _mined_ids(record: Record) -> Record:
 
 
 def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
-    """A record with lists `pos` and `neg` in place of nested passages; unchanged if it has none."""
+    """Return a record with lists `pos` and `neg` in place of nested passages, if it has any."""
     if "positive_passages" not in record:
         return record
     flat = dict(record)
@@ -426,12 +428,14 @@ class ImageFolderPairs(ColumnPairs):
     names (file_name, image, filename, path) and one of captions, or lists of them (captions,
     caption, text). Without a table, `photo.txt` holds the captions of `photo.jpg`, one per line.
 
+        ImageFolderPairs("photos")[0].right
+
     Args:
-        path: the folder of images; of one that is divided into splits (`train`, `val`, …) its
-            subfolder `train`.
-        weight_column: as for `TablePairs`.
+        path: the folder of images; if it is divided into splits (`train`, `val`, …), its subfolder
+            `train` is read.
+        weight_column: column of weights, see `TablePairs`.
         deduplicate: equal captions, and equal paths of images, are the same item and share an id.
-        quotes: as for `TablePairs`.
+        quotes: whether `"` encloses fields of the table, see `TablePairs`.
         on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
@@ -480,12 +484,15 @@ class ImageFolderPairs(ColumnPairs):
 
 
 def _captions_file(folder: Path) -> Path | None:
-    """The table of captions in a folder, if there is one."""
+    """Return the table of captions in a folder; None without one."""
     return next((folder / name for name in CAPTION_FILES if (folder / name).is_file()), None)
 
 
 def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> DataTable:
-    """The rows whose image is in the folder: found by name, so they lead nowhere else."""
+    """Return the rows whose image is in the folder.
+
+    Rows are matched by name, so their paths cannot lead out of the folder.
+    """
     # Accents may be composed otherwise in the table than in the names of files.
     known = {unicodedata.normalize("NFC", name) for name in names}
     rows = []
@@ -501,7 +508,7 @@ def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> Dat
 
 
 def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> DataTable:
-    """The captions in `photo.txt` for each `photo.jpg`, one per line."""
+    """Return a table of the captions in `photo.txt` for each `photo.jpg`, one per line."""
     from datasets import Dataset, Features, List, Value
 
     rows = []
@@ -527,13 +534,16 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
 
 
 class ImageViews(PairDataset):
-    """Images that are their own partners: `left_id == right_id == index`.
+    """Images for unimodal training: both sides of a pair are views of one image.
+
+    `left_id == right_id == index` for every pair. Labels are only used in evaluation.
+
+        ImageViews(images, labels=np.zeros(len(images)))
 
     Args:
         images: raw images.
-        labels: their class numbers (N,), -1 where there is none, if they have any; not used in
-            training.
-        class_names: the name of each class number.
+        labels: class numbers (N,), -1 for images without a class; None if there are no classes.
+        class_names: name of each class number.
     """
 
     views = True
@@ -546,25 +556,35 @@ class ImageViews(PairDataset):
         self.class_names = class_names
 
     def subset(self, rows: np.ndarray) -> ImageViews:
-        """The images of some rows (n,), in their order."""
+        """Return the images of some rows (n,), in their order."""
         labels = None if self.labels is None else self.labels[rows]
         return ImageViews(Picked(self.left_items, rows), labels, self.class_names)
 
     def sample(self, count: int, seed: int = 0) -> ImageViews:
-        """At most `count` random images; files are often sorted by class, so their head is no
-        sample."""
+        """Return at most `count` random images.
+
+        Files are often sorted by class, so the first ones are not a random sample.
+        """
         return self.subset(np.random.default_rng(seed).permutation(len(self))[:count])
 
 
 class TableViews(ImageViews):
     """Images of a table: a parquet or other local file, a saved data set, or the Hugging Face hub.
 
-    The arguments `path`, `split`, `subset`, `quotes`, `allow_outside` and `on_error` are those of
-    `TablePairs`.
+    Each image is paired with itself, see `ImageViews`.
+
+        TableViews("cifar10/train.parquet").class_names
 
     Args:
+        path: table, see `TablePairs`.
         image_column: file contents, `datasets` images, or paths relative to the table.
         label_column: class numbers or names; by default `label`, if there is such a column.
+        split: which split of a folder, saved data set or hub name.
+        subset: configuration of a hub data set.
+        allow_outside: whether image paths may lead out of the table's folder; only for a table that
+            you trust.
+        quotes: whether `"` encloses fields, see `TablePairs`.
+        on_error: "skip" leaves out, counts and reports bad rows; "raise" stops at the first.
     """
 
     def __init__(
@@ -593,12 +613,15 @@ class TableViews(ImageViews):
 
 
 class ImageFolderViews(ImageViews):
-    """Images of a folder and its subfolders, sorted by name; the first subfolder, if there is one,
-    is the class.
+    """Images of a folder and its subfolders, sorted by name.
+
+    The first subfolder of an image's path, if there is one, is its class.
+
+        ImageFolderViews("photos").class_names
 
     Args:
-        path: the folder; of one that is divided into splits (`train`, `val`, …) its subfolder
-            `train`.
+        path: the folder; if it is divided into splits (`train`, `val`, …), its subfolder `train` is
+            read.
     """
 
     def __init__(self, path: str | Path) -> None:

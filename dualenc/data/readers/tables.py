@@ -80,11 +80,20 @@ _FILES_EXAMINED = 8  # whose values are looked at
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows of named columns as memory-mapped Arrow, and the local files behind them, none of a hub
-    name.
+    """Rows of named columns as memory-mapped Arrow, and the local files they come from.
 
-    Relative image paths start at the `folder` of their row, and stay in it unless the table has
-    `allow_outside`.
+    A hub data set has no local files. Relative image paths start at the `folder` of their row and
+    must stay in it unless the table has `allow_outside`.
+
+        DataTable("toy", Dataset.from_dict({"text": ["a"]}), BadRows("toy"), Path())
+
+    Args:
+        source: path or name, for errors and logs.
+        dataset: the rows.
+        bad_rows: counts rows that cannot be used.
+        root: folder at which relative image paths start.
+        files: local files that hold the rows.
+        allow_outside: whether image paths may lead out of the folder of their row.
     """
 
     source: str
@@ -98,26 +107,26 @@ class DataTable:
         return len(self.dataset)
 
     def column(self, name: str) -> pa.ChunkedArray:
-        """The values of a column."""
+        """Return the values of a column."""
         return self.dataset.data.column(name)
 
     def has(self, name: str | None) -> bool:
-        """Whether there is such a column."""
+        """True if the table has this column."""
         return name in self.dataset.column_names
 
     @cached_property
     def is_in_one_folder(self) -> bool:
-        """Whether all files, if there are any, lie in `root`."""
+        """True if all files are directly in `root`; also without files."""
         return {file.parent for file in self.files} <= {self.root}
 
     def folder(self, row: int) -> Path:
-        """The folder of a row's file, as far as rows know their files; otherwise `root`."""
+        """Return the folder of a row's file if the file is known, otherwise `root`."""
         if self.is_in_one_folder or not self.has(FILE):
             return self.root
         return self.files[self.column(FILE)[row].as_py()].parent
 
     def position(self, row: int) -> str:
-        """Where a row comes from: file:line if it was read from lines."""
+        """Return where a row comes from: file:line if it was read from lines."""
         if not self.has(LINE):
             return f"{self.source} row {row}"
         file = self.files[self.column(FILE)[row].as_py()]
@@ -126,18 +135,21 @@ class DataTable:
 
 @dataclass
 class TableSource:
-    """A table wherever it is, of which some columns are then opened.
+    """A table at any supported location; `open` loads selected columns.
+
+    Opening the source finds its files and column kinds but reads no more rows than it must examine.
 
         TableSource("x.csv", BadRows("x.csv")).open({"text": "value"})
 
     Args:
-        path: this, `split`, `subset`, `quotes` and `allow_outside` are as for
-            `dualenc.data.TablePairs`.
+        path: file, glob, folder, saved data set or hub name, see `dualenc.data.TablePairs`.
         bad_rows: counts malformed lines.
-        dataset: rows that are loaded already; `path` is their name.
-        reshape: makes of a line's record the one whose columns are read; a function with a name, by
-            which it is cached.
-        as_records: read the rows of parquet files as lines are, so that `reshape` sees nested
+        dataset: rows already loaded; `path` is then only their name.
+        options: split, quotes and trust, see `ReadOptions`.
+        subset: configuration of a hub data set.
+        reshape: function applied to each record before its columns are read. It must be a named
+            function: the name is part of the cache key.
+        as_records: read rows of parquet files like records of lines, so that `reshape` sees nested
             columns.
     """
 
@@ -172,11 +184,10 @@ class TableSource:
 
     @cached_property
     def kinds(self) -> dict[str, ColumnKind]:
-        """The columns, in any of its files, and their kinds; lists of floating-point numbers are
-        vectors.
+        """Kind of each column in any of the files; lists of floating-point numbers are vectors.
 
-        Lines carry no types: there it is the columns of the first thousand records of each file,
-        and their first value.
+        Lines carry no types: their columns are those of the first thousand records of each file,
+        and the first value that is not null decides the kind.
         """
         if not self._is_lines:
             kinds = {column.name: kind_of_type(column.type) for column in self._schema}
@@ -199,8 +210,10 @@ class TableSource:
 
     @cached_property
     def examined(self) -> list[Record]:
-        """The first thousand records of a few files; of typed data without vectors, nested and
-        binary values."""
+        """First thousand records of a few files.
+
+        For typed data, without vectors, nested values and binary values.
+        """
         records: list[Record] = []
         if self._is_lines:
             for file in self.files[:_FILES_EXAMINED]:
@@ -224,8 +237,7 @@ class TableSource:
 
     @cached_property
     def written_lists(self) -> dict[str, ColumnKind]:
-        """The columns of texts that are lists in every examined record, as pandas writes lists to
-        csv, by kind."""
+        """Kind of each text column whose examined values are all lists, as in csv files of pandas."""
         kinds: dict[str, ColumnKind] = {}
         for name in dict.fromkeys(name for record in self.examined for name in record):
             values = [record.get(name) for record in self.examined]
@@ -237,12 +249,12 @@ class TableSource:
         return kinds
 
     def label_kind(self, name: str) -> ColumnKind:
-        """How a column of labels is read: lists of them as lists, whatever their numbers."""
+        """Return how to read a column of labels: lists of labels as lists, even of numbers."""
         has_lists = any(isinstance(record.get(name), list) for record in self.examined)
         return "list" if has_lists or self.kinds[name] != "value" else "value"
 
     def holds_numbers(self, name: str) -> bool:
-        """Whether all examined values of a column, at least one, are numbers."""
+        """True if all examined values of a column, at least one, are numbers."""
         values = [record.get(name) for record in self.examined]
         texts = [str(value).strip() for value in values if value is not None]
         return any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
@@ -250,7 +262,7 @@ class TableSource:
     def _records(
         self, file: Path, bad_rows: BadRows, names: list[str] | None = None
     ) -> Iterator[Numbered]:
-        """The numbered records of a file of lines, or rows of a parquet file."""
+        """Yield the numbered records of a file of lines, or rows of a parquet file."""
         if file_format(file) != ".parquet":
             yield from read_records(file, bad_rows, self.quotes, names)
             return
@@ -268,17 +280,20 @@ class TableSource:
 
     @cached_property
     def _with_single_values(self) -> set[str]:
-        """Columns of lines with a value that is not a list, which `kinds` fills."""
+        """Columns of lines with at least one value that is not a list; filled by `kinds`."""
         return set()
 
     @property
     def has_header(self) -> bool:
-        """True for files whose first line names the columns."""
+        """True for formats whose first line names the columns."""
         return bool(self.files) and file_format(self.files[0]) in (".csv", ".tsv")
 
     def default_column(self, names: Iterable[str], argument: str, but: str | None = None) -> str:
-        """The `first_of` some usual names, for an argument that the user left out; a `DualencError`
-        without any."""
+        """Return the first column with a common name, for an argument that the user left out.
+
+        Raises:
+            DualencError: no column has one of the names.
+        """
         name = first_of(self.kinds, names, but)
         if name is None:
             raise DualencError(
@@ -327,7 +342,7 @@ class TableSource:
         )
 
     def _read_lines(self, columns: Mapping[str, ColumnKind]) -> Dataset:
-        """The columns, null where a record lacks them, and the file number and line of each row."""
+        """Read the columns, null where a record lacks them, with each row's file number and line."""
         fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
         schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
 
@@ -368,8 +383,7 @@ class TableSource:
 
     @cached_property
     def _stored_schema(self) -> pa.Schema:
-        """The columns of parquet files, of those of all files, with types that hold the values of
-        every file."""
+        """Union of the schemas of all parquet files, with types wide enough for every file."""
         schemas: list[pa.Schema] = []
         for file in self.files:
             if file.suffix.lower() in COMPRESSIONS:
@@ -389,7 +403,7 @@ class TableSource:
 
     @cached_property
     def _schema(self) -> pa.Schema:
-        """The columns of typed data as they are read, with the keys of partitions."""
+        """Columns of typed data with the types they are read as, including partition keys."""
         if self.dataset is not None:
             return self.dataset.data.schema
         schema = self._stored_schema
@@ -402,7 +416,7 @@ class TableSource:
         return schema
 
     def _read_parquet(self, columns: Mapping[str, ColumnKind]) -> Dataset:
-        """The columns as far as the files have them, null in the rows of a file that lacks them."""
+        """Read the columns, null in the rows of a file that lacks them."""
         names = [name for name in self._schema.names if name in columns]
         schema = pa.schema([self._schema.field(name) for name in names], self._schema.metadata)
         check_types(self.path, schema)
@@ -441,8 +455,7 @@ class TableSource:
 
 
 def _check_headers(headers: Mapping[Path, list[str]]) -> None:
-    """Refuse files whose headers have nothing in common: the first row of one that lacks a header
-    was taken for it."""
+    """Raise if headers have no column in common: a file without a header loses its first row to it."""
     (first, names), *others = headers.items()
     for file, other in others:
         if len(other) != len(names) or set(other) == set(names):
@@ -463,7 +476,7 @@ def _shown(names: list[str]) -> str:
 
 
 def _with_lists(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """A batch whose texts that are lists are lists, as the schema has them."""
+    """Parse the texts of a batch that stand for lists, with the types of the schema."""
     arrays = []
     for column, field_ in zip(batch.columns, schema, strict=True):
         if column.type != field_.type:
@@ -482,7 +495,7 @@ def _kind_of_lists(kind: pa.DataType) -> ColumnKind:
 
 
 def _written(value: Any) -> Any:
-    """The list that a text stands for; None for a blank one."""
+    """Return the list that a text stands for, None for a blank text."""
     if not isinstance(value, str) or not value.strip():
         return None
     values = parse_list(value)
@@ -492,8 +505,7 @@ def _written(value: Any) -> Any:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Whether values of an Arrow type are texts, numbers or truth values, or lists of texts or
-    whole numbers."""
+    """True for Arrow types of texts, numbers and truth values, and of lists of texts or integers."""
     if is_list(kind):
         return _is_plain(kind.value_type) and not pa.types.is_floating(kind.value_type)
     return not (
@@ -502,7 +514,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def check_columns(source: str | Path, columns: Iterable[str], required: Iterable[str]) -> None:
-    """Raise a `DualencError` for a column that does not exist, with the nearest name."""
+    """Raise a `DualencError` for a column that does not exist, suggesting the nearest name."""
     names = list(columns)
     for name in required:
         if name not in names:
@@ -515,23 +527,24 @@ def check_columns(source: str | Path, columns: Iterable[str], required: Iterable
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Whether values of an Arrow type are lists."""
+    """True if values of an Arrow type are lists."""
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
 
 
 def kind_of_type(kind: pa.DataType) -> ColumnKind:
-    """How a column of an Arrow type is read: lists of floating-point numbers are vectors, all other
-    lists are lists."""
+    """Return how to read a column of an Arrow type: floating-point lists are vectors."""
     if not is_list(kind):
         return "value"
     return "vector" if pa.types.is_floating(kind.value_type) else "list"
 
 
 def _kind_of_value(value: Any) -> ColumnKind | None:
-    """The kind of column that a value suggests; null, and a list without texts and fractions,
-    suggest nothing."""
+    """Return the kind of column that a value suggests.
+
+    None for null, and for lists that hold neither texts nor fractions.
+    """
     if not isinstance(value, list):
         return None if value is None else "value"
     types = {*map(type, value)} - {int, NoneType}
@@ -560,7 +573,7 @@ def _texts(value: Any) -> list[str | None]:
 
 
 def _vector(value: Any) -> list[float] | None:
-    """Numbers; null becomes NaN, which is found when the vectors are checked."""
+    """Return a list of numbers; null becomes NaN, which the check of vectors finds later."""
     if value is None:
         return None
     if not isinstance(value, list) or not {*map(type, value)} <= {int, float, NoneType}:
@@ -578,8 +591,7 @@ _CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {
 
 
 def load_from_hub(name: str, subset: str | None, split: str | None = None) -> Any:
-    """A split of a data set of the hub, in the syntax of `datasets`; all splits by their names if
-    it is None."""
+    """Load a split of a hub data set, in the syntax of `datasets`; None loads all splits by name."""
     import datasets
 
     failure = f"{name}: no such file here, and as a dataset of the hub it does not load"
@@ -588,7 +600,7 @@ def load_from_hub(name: str, subset: str | None, split: str | None = None) -> An
 
 
 def _load_saved(folder: str | Path, split: str) -> Dataset:
-    """A data set that `datasets` saved, or one split of several."""
+    """Load a data set saved by `datasets`, or one split of several."""
     import datasets
 
     with explain(f"{folder}: saved data set cannot be read", "save it again"):
@@ -599,8 +611,7 @@ def _load_saved(folder: str | Path, split: str) -> Dataset:
 
 
 def _find_files(source: str | Path, split: str) -> list[Path]:
-    """The table files of a path, glob or folder, sorted; of a folder those of a split, see
-    `split_tables`."""
+    """Return the table files of a path, glob or folder, sorted; of a folder, those of a split."""
     is_folder = Path(source).is_dir()
     files = _files_of_split(Path(source), split) if is_folder else _files_of_glob(str(source))
     formats = {file_format(file) for file in files}
@@ -630,8 +641,7 @@ def _find_files(source: str | Path, split: str) -> list[Path]:
 
 
 def _files_of_glob(pattern: str) -> list[Path]:
-    """The files that match, apart from those that Spark and Arrow add to tables, which a pattern
-    does not mean."""
+    """Return the files that match a glob, without those that Spark and Arrow add to tables."""
     files = glob_files(pattern)
     added = [
         file

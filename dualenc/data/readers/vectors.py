@@ -1,5 +1,4 @@
-"""Corpora and pairs of vectors: folders of embeddings, .npy files, or columns of lists of
-numbers."""
+"""Corpora and pairs of vectors, from embedding folders, .npy files, or columns of lists."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ from dualenc.types import OnError, one_or_several
 class VectorPairs(PairDataset):
     """Pairs of vectors with the same id, from two sources.
 
-        VectorPairs("emb/questions", "emb/answers")
+    Ids are those of a folder of embeddings, of a table's column `_id` or another common name, or
+    else row numbers. Use `TablePairs` for two columns of one table, and `BeirPairs` for queries
+    with several documents.
 
-    Ids are those of a folder of embeddings, of a table's column `_id` or another usual name, or
-    else row numbers. Two columns of one table are a matter for `TablePairs`, queries with several
-    documents for `BeirPairs`.
+        VectorPairs("emb/questions", "emb/answers")
 
     Args:
         left: folder of embeddings, .npy file of shape (N, D), or table with a column `vector` or
-            another usual name.
-        right: the same.
+            another common name.
+        right: the same for the right side.
         deduplicate: equal vectors of one side are the same item and share an id.
         on_error: "skip" leaves out, counts and reports vectors that are missing, not finite or
             zero; "raise" stops at the first. A table with vectors of two sizes is refused.
@@ -87,8 +86,16 @@ def open_vectors(
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
-    """Open vectors to train on or to embed, without those that are not finite or zero; as for
-    `open_corpus`."""
+    """Open vectors to train on or to embed, without those that are zero or not finite.
+
+    Args:
+        source: folder of embeddings, .npy file of shape (N, D), or table.
+        column: column of vectors in a table; by default `vector` or another common name.
+        id_column: column of ids, see `open_corpus`.
+        split: split of a table.
+        columns: further columns to keep for filters.
+        bad_rows: counts vectors left out.
+    """
     columns = list(one_or_several(columns))
     source = with_home(source)
     if detect(source) == "vectors":
@@ -113,7 +120,7 @@ def open_vectors(
 
 
 def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) -> Corpus:
-    """The vectors of a folder of embeddings or a .npy file."""
+    """Open the vectors of a folder of embeddings or a .npy file."""
     if Path(source).suffix == ".npy":
         matrix = load_npy(Path(source))
         opened = Embeddings([str(row) for row in range(len(matrix))], matrix)
@@ -134,8 +141,10 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
 
 
 def load_npy(path: Path) -> np.ndarray:
-    """Map a .npy file of shape (N, D) into memory, one vector (D,) as (1, D); pickled objects are
-    never loaded."""
+    """Map a .npy file of shape (N, D) into memory; a single vector (D,) becomes (1, D).
+
+    Pickled objects are never loaded.
+    """
     if not path.is_file():
         raise DualencError(
             "no such file",

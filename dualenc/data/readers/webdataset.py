@@ -1,5 +1,4 @@
-"""Webdataset shards: pairs and corpora with stable ids and random access, by an index of each
-tar."""
+"""WebDataset shards: pairs and corpora with stable ids and random access, through an index per tar."""
 
 from __future__ import annotations
 
@@ -46,15 +45,17 @@ _SCHEMA = pa.schema([(LINE, pa.large_string()), *((name, pa.int64()) for name in
 
 
 class WebDatasetPairs(ColumnPairs):
-    """Images and their captions (.txt) from tars as webdataset and img2dataset write them: one
-    sample, one pair.
+    """Images and their captions (.txt) from tars written by webdataset or img2dataset.
 
-    Each tar is scanned for an index, which the cache folder keeps of large ones.
+    One sample makes one pair. Each tar is scanned once for an index; indexes of large tars are kept
+    in the cache folder.
+
+        WebDatasetPairs("shards/*.tar")[0].right
 
     Args:
         path: a tar, a folder of tars, or a glob of tars.
-        deduplicate: equal texts and equal images of one side share an id; this reads texts and
-            images of equal size.
+        deduplicate: give equal texts, and equal images, one id; reads texts and all images whose
+            file sizes occur more than once.
         on_error: "skip" leaves out, counts and reports bad samples; "raise" stops at the first.
     """
 
@@ -68,8 +69,7 @@ class WebDatasetPairs(ColumnPairs):
 
 
 def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpus:
-    """The images or the texts of the samples in tars, as items to embed; ids are the samples'
-    names."""
+    """Return the images or texts of the samples in tars, with sample names as ids."""
     samples = _open_tars(path, bad_rows)
     files = _column(samples, modality)
     files.skip()
@@ -84,7 +84,7 @@ def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpu
 
 
 def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
-    """The samples in all tars of a file name, folder or glob, with the positions of their files."""
+    """Open the samples in all tars of a file name, folder or glob."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
@@ -108,7 +108,7 @@ def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
 
 
 def _column(samples: DataTable, modality: Modality) -> ItemColumn:
-    """The images or the texts of samples."""
+    """Return the images or the texts of samples."""
     files = _TarFiles(samples, modality)
     max_bytes = MAX_BYTES if modality == "image" else min(MAX_BYTES, MAX_LINE_CHARACTERS)
     faults = {
@@ -119,8 +119,7 @@ def _column(samples: DataTable, modality: Modality) -> ItemColumn:
 
 
 class _TarFiles:
-    """The image or the text of each sample, as an item; offset and size are -1 where it has
-    none."""
+    """The image or the text of each sample, as an item; offset and size are -1 if it has none."""
 
     def __init__(self, samples: DataTable, modality: Modality) -> None:
         self.samples = samples
@@ -149,11 +148,11 @@ class _TarFiles:
         return text
 
     def key(self, index: int) -> bytes | str:
-        """The contents of an image's file, which is not decoded; the text."""
+        """Return the contents of an image file without decoding it, or the text."""
         return self.read(index) if self.modality == "image" else self[index]
 
     def read(self, index: int) -> bytes:
-        """The contents of the file of a sample; a `BadSample` if it cannot be read."""
+        """Return the contents of a sample's file; raise a `BadSample` if it cannot be read."""
         tar = self.samples.files[self.tar[index]]
         try:
             # Opened for each read: safe to fork, and thousands of shards do not exceed the limit of
@@ -176,7 +175,7 @@ class _TarFiles:
         return data
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """The tar's identity, and the file's offset and size in it."""
+        """Return the tar's identity, and the file's offset and size in it."""
         return b"%s %d %d " % (
             self._tar_identities[self.tar[row]],
             self.offset[row],
@@ -190,8 +189,10 @@ class _TarFiles:
 
 
 def _index(tar: Path, bad_rows: BadRows) -> pa.Table:
-    """A row of `_SCHEMA` for each sample of a tar, in order of appearance: its files need not
-    follow one another."""
+    """Return a row of `_SCHEMA` for each sample of a tar, in order of appearance.
+
+    Files of one sample need not follow each other in the tar.
+    """
 
     def batches(own: BadRows) -> Iterator[pa.RecordBatch]:
         samples: dict[str, dict[str, Any]] = {}
@@ -209,7 +210,7 @@ def _index(tar: Path, bad_rows: BadRows) -> pa.Table:
 
 
 def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar up to where it is broken, which is an error."""
+    """Yield the members of a tar; raise a `tarfile.ReadError` where the tar is broken."""
     end = 0
     tar_size = tar.stat().st_size
     with open_regular(tar) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
@@ -232,7 +233,7 @@ def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
 def _add_member(
     member: tarfile.TarInfo, position: str, samples: dict[str, dict[str, Any]], bad_rows: BadRows
 ) -> None:
-    """Add a file's position to its sample, if it is a file of one."""
+    """Record the position of a tar member with its sample; ignore members that belong to none."""
     match = _MEMBER.match(member.name)
     if member.isdir() or match is None or member.name.startswith("__"):
         return

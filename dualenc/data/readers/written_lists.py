@@ -1,5 +1,4 @@
-"""Lists that are written as texts, as csv files of pandas hold them: JSON, Python's literals, or
-NumPy's arrays."""
+"""Lists written as text, as in csv files of pandas: JSON, Python literals or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -21,8 +20,10 @@ _NUMBERS = re.compile(
 
 
 def parse_list(text: object) -> list[Any] | None:
-    """The texts or the numbers of a list that is written as a text; None if it is anything else.
-    Nothing is run."""
+    """Return the texts or numbers of a list written as text; None for anything else.
+
+    The text is parsed, never executed.
+    """
     if not isinstance(text, str) or len(text) > _MAX_CHARACTERS or not _LIST.fullmatch(text):
         return None
     values: Any
@@ -41,7 +42,7 @@ def parse_list(text: object) -> list[Any] | None:
 
 
 def _of_numpy(text: str) -> list[Any]:
-    """The numbers of an array, `[1. 2.]`; whole ones stay whole."""
+    """Return the numbers of a printed array, `[1. 2.]`; integers stay integers."""
     words = text.strip()[1:-1].split()
     convert = int if all(word.lstrip("+-").isdecimal() for word in words) else float
     return [None if word.lstrip("+-") in ("nan", "inf") else convert(word) for word in words]
@@ -64,8 +65,7 @@ def _parsed(text: str) -> Any:
 
 
 def kind_of_written(values: Iterable[object]) -> str | None:
-    """ "vector" or "list" if all values that are not blank are such lists written as texts; else
-    None."""
+    """Return "vector" or "list" if all nonblank values are lists written as text, else None."""
     kinds = set()
     has_entries = False
     for value in values:

@@ -1,8 +1,7 @@
-"""The data cache: Arrow files converted from tables, and indexes of tars, next to the caches of
-`datasets`.
+"""The data cache: Arrow files converted from tables, and indexes of tars.
 
-`datasets` takes over a second to import, so modules of `dualenc.data` import it inside the
-functions that need it.
+It is next to the caches of `datasets`. `datasets` takes over a second to import, so modules of
+`dualenc.data` import it inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,18 @@ VERSION = 9
 
 
 def cache_folder() -> Path:
-    """Where converted and fetched files are kept: `dualenc` in the cache folder of `datasets`
-    ($HF_DATASETS_CACHE)."""
+    """Return the folder of converted and fetched files: `dualenc` in $HF_DATASETS_CACHE."""
     import datasets
 
     return Path(datasets.config.HF_DATASETS_CACHE) / "dualenc"
 
 
 def cache_option(source: str | Path) -> dict[str, str]:
-    """The `cache_dir` to load a folder with: `datasets` notices no change of files in a folder with
-    a README.md."""
+    """Return the `cache_dir` to load a folder with.
+
+    `datasets` does not notice changed files in a folder with a README.md, so their sizes and times
+    are part of the name.
+    """
     files = sorted(file for file in Path(source).rglob("*") if file.is_file())
     if not files:
         return {}
@@ -50,7 +51,7 @@ def cache_option(source: str | Path) -> dict[str, str]:
 
 
 def record_batches(rows: Iterable[dict[str, Any]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Rows in batches of `BATCH_ROWS`."""
+    """Yield rows in batches of `BATCH_ROWS`."""
     remaining = iter(rows)
     while block := list(islice(remaining, BATCH_ROWS)):
         yield pa.RecordBatch.from_pylist(block, schema=schema)
@@ -63,11 +64,10 @@ def cached_dataset(
     key: object,
     bad_rows: BadRows,
 ) -> Dataset:
-    """A data set of the record batches that `read` makes of files: in memory if these are small,
-    else a mapped file.
+    """Return a data set of the record batches that `read` makes of files.
 
-    In the cache folder it is stored by `key` and the paths, times and contents of the files, with
-    the bad rows counted.
+    It is in memory if the files are small. Otherwise it is a mapped file in the cache folder,
+    stored with its counts of bad rows by `key` and the paths, times and contents of the files.
     """
     from datasets import Dataset
     from datasets.table import InMemoryTable

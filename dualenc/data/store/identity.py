@@ -1,8 +1,8 @@
 """Data fingerprints: checksums of item contents, to refuse resuming on changed data.
 
-Nothing depends on workers, processes or folders above the data. Sets up to a size are identified by
-their contents alone; of larger ones a sample of the contents is read, and sizes and modification
-times of all files count too, so copy them with their times (`cp -p`, `rsync -t`).
+They do not depend on workers, processes or the location of the data. Sets up to a size are
+identified by their contents alone. For larger ones a sample of the contents is read, and sizes and
+modification times of all files count too, so copy them with their times (`cp -p`, `rsync -t`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _MAX_BYTES = 1 << 26  # of files whose contents are read
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
-    """Checksum of N raw items in their order, in hexadecimal.
+    """Return a checksum of N raw items in their order, in hexadecimal.
 
-    Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more, a fixed random
-    sample (262,144 texts, 4,096 images) is read; of the others the length of a text, or the size
-    and time of a file count. A collection may have a method `item_identity(row, read) -> bytes`
-    that identifies an item without decoding it.
+    Vectors, and up to 2,097,152 texts or 65,536 images, are read in full. Of more items a fixed
+    random sample (262,144 texts, 4,096 images) is read; the others count by the length of a text,
+    or the size and time of a file. A collection may have a method `item_identity(row, read) ->
+    bytes` that identifies an item without decoding it.
     """
     is_image = modality == "image"
     max_read = MAX_IMAGES if is_image else MAX_TEXTS
@@ -57,13 +57,12 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
 
 
 def identities(items: Items, rows: np.ndarray, read: bool) -> list[bytes]:
-    """The identity of each item of some rows (n,): its contents (`read`), or metadata that cost no
-    reading."""
+    """Return the identity of each item of some rows (n,): contents (`read`), or cheap metadata."""
     return [item_identity(items, row, read) for row in rows.tolist()]
 
 
 def item_identity(items: Items, row: int, read: bool) -> bytes:
-    """The identity of one item."""
+    """Return the identity of one item."""
     if hasattr(items, "item_identity"):
         return items.item_identity(row, read)
     try:
@@ -73,7 +72,7 @@ def item_identity(items: Items, row: int, read: bool) -> bytes:
 
 
 def file_identity(path: Path, read: bool = True) -> bytes:
-    """Size and contents of a file; size and modification time if it is not read or above 64 MiB."""
+    """Return size and contents of a file, or size and time if it is not read or exceeds 64 MiB."""
     try:
         with open_regular(path) as stream:
             status = path.stat()
@@ -86,7 +85,7 @@ def file_identity(path: Path, read: bool = True) -> bytes:
 
 
 def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
-    """Checksum of strings, bytes, arrays and lists of strings, in hexadecimal; None is left out."""
+    """Return a checksum of strings, bytes, arrays and lists of strings, in hexadecimal; skip None."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if part is None:
@@ -99,7 +98,7 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
 
 
 def plain_values(part: object) -> dict[str, str | int | float]:
-    """The attributes of an object that are texts and numbers: its settings, for a fingerprint."""
+    """Return the settings of an object: its attributes that are texts or numbers."""
     return {
         name: value for name, value in vars(part).items() if isinstance(value, str | int | float)
     }
@@ -112,7 +111,7 @@ def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
 
 
 def contents(item: Any) -> bytes:
-    """A text, vector, image or some bytes as bytes, equal for equal items."""
+    """Return a text, vector, image or bytes as bytes, equal for equal items."""
     if isinstance(item, Image.Image):
         return f"{item.mode} {item.size} ".encode() + item.tobytes()
     if isinstance(item, np.ndarray):

@@ -1,12 +1,11 @@
-"""Item tables: ids, texts and columns of N items in memory-mapped Arrow files, and the row of an
-id.
+"""Item tables: ids, texts and columns of N items in memory-mapped Arrow files, found by id.
 
-    *.arrow      Arrow IPC files with the columns id, text where texts are kept (their beginnings),
-                 text:hash, which tells whole texts apart, and the user's columns
+    *.arrow      Arrow IPC files with the columns id, text (the beginnings of texts, optional),
+                 text:hash (a hash of each whole text) and the user's columns
     order.npy    (N,) uint32: the rows in the order of their ids, for binary search
 
-Besides its characters an id takes 8 bytes on disk and none in memory. Files may be damaged or made
-by somebody else: structure and offsets of strings are checked when they are opened.
+An id takes 8 bytes on disk beyond its characters, and no memory. Files may be damaged or come from
+somewhere else: structure and string offsets are checked when they are opened.
 """
 
 from __future__ import annotations
@@ -40,8 +39,10 @@ _BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class Texts(Sequence[str]):
-    """N strings of a column, mapped from files and decoded when they are requested; errors name
-    `path` and `fix`."""
+    """N strings of a column, mapped from files and decoded on access.
+
+    Errors name `path` and `fix`.
+    """
 
     def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str) -> None:
         self.strings = strings
@@ -84,7 +85,7 @@ class Texts(Sequence[str]):
 
 
 class Ids(Texts):
-    """N distinct ids and their rows: `Texts`, and a file with the rows in the order of the ids."""
+    """N distinct ids: `Texts`, and a file that lists the rows in the order of the ids."""
 
     def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str, order_path: Path) -> None:
         super().__init__(strings, path, fix)
@@ -100,7 +101,7 @@ class Ids(Texts):
         return isinstance(name, str) and self._row(name) >= 0
 
     def rows(self, names: Iterable[str]) -> np.ndarray:
-        """The row of each id, int64; -1 for an id that does not exist."""
+        """Return the row of each id, int64; -1 for an unknown id."""
         names = list(names)
         if len(names) <= MANY_IDS:
             return np.array([self._row(name) for name in names], dtype=np.int64)
@@ -131,8 +132,7 @@ class Ids(Texts):
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
-    """(n,) int64, the row of each name among mapped ids or a list; -1 for a name that is not
-    there."""
+    """Return the row of each name among mapped ids or a list, (n,) int64; -1 for an unknown name."""
     check_several("ids", names)
     if isinstance(ids, Ids):
         return ids.rows(names)
@@ -141,10 +141,18 @@ def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
 
 
 class ItemTable:
-    """N = `count` items in Arrow files: `batches`, `ids`, `texts`, `hashes` and the user's
-    `columns`.
+    """N = `count` items in Arrow files.
 
-    What was not kept is None. `fix` tells in error messages how to repair the files.
+    Attributes that were not stored are None. Errors name `fix`, which repairs the files.
+
+        ItemTable([folder / "items.arrow"], 1000, "rebuild the index").ids[0]
+
+    Attributes:
+        batches: record batches of all files.
+        ids: N distinct ids.
+        texts: N texts, or their beginnings.
+        hashes: (N,) uint64, `text_hash` of the whole texts.
+        columns: the user's columns.
     """
 
     def __init__(self, paths: Sequence[Path], count: int, fix: str) -> None:
@@ -171,7 +179,7 @@ class ItemTable:
 
 
 def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
-    """Map the record batches of an Arrow file; their values are not read."""
+    """Map the record batches of an Arrow file without reading their values."""
     if not path.is_file():
         raise DualencError(
             "missing",
@@ -196,8 +204,15 @@ def item_batch(
     vectors: np.ndarray | None = None,
     hashes: np.ndarray | None = None,
 ) -> pa.RecordBatch:
-    """A record batch of n items: ids, and texts, rows of columns, vectors (n, D), hashes (n,), if
-    any."""
+    """Return a record batch of n items.
+
+    Args:
+        ids: (n,) ids.
+        texts: (n,) texts, or their beginnings.
+        columns: n rows of the user's columns.
+        vectors: (n, D) float16 or float32.
+        hashes: (n,) `text_hash` of the whole texts.
+    """
     arrays: dict[str, pa.Array] = {"id": pa.array(ids, pa.string())}
     if vectors is not None:
         values = pa.array(np.ascontiguousarray(vectors).reshape(-1))
@@ -213,12 +228,12 @@ def item_batch(
 
 
 def in_utf8(text: str) -> str:
-    """A text with lone surrogates replaced by "?"."""
+    """Return a text with lone surrogates replaced by "?"."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def text_hash(text: str) -> int:
-    """64 bits that tell a whole text from an edited one; never 0, which stands for unknown."""
+    """Return a 64-bit hash of a whole text, to detect edits; never 0, which means unknown."""
     digest = hashlib.blake2b(in_utf8(text).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
@@ -244,10 +259,10 @@ def write_items(
     columns: pa.Table | None = None,
     hashes: np.ndarray | None = None,
 ) -> None:
-    """Write items.arrow and order.npy: ids and what is kept of each.
+    """Write items.arrow and order.npy.
 
     Args:
-        folder: for both files.
+        folder: folder of both files.
         ids: (N,) ids, at least one, that have passed `check_ids`.
         texts: (N,) texts, or their beginnings.
         columns: (N,) rows of the user's columns.
@@ -274,7 +289,7 @@ def _item_batches(
 
 
 def write_order(paths: Sequence[Path]) -> None:
-    """Write order.npy beside Arrow files: their rows in the order of the ids."""
+    """Write order.npy next to Arrow files: their rows in the order of the ids."""
     batches = [batch for path in paths for batch in read_batches(path, "write the folder again")]
     ids = pa.chunked_array([batch.column("id") for batch in batches])
     with atomic_path(paths[0].with_name(ORDER)) as part:
@@ -282,8 +297,7 @@ def write_order(paths: Sequence[Path]) -> None:
 
 
 def check_ids(ids: Sequence[str]) -> None:
-    """Raise a `DualencError` for ids that are no texts, hold line breaks or lone surrogates, or are
-    duplicates."""
+    """Raise a `DualencError` for duplicate ids, and ids with line breaks or lone surrogates."""
     check_several("ids", ids)
     if isinstance(ids, Ids):  # checked when they were written
         return

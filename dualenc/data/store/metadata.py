@@ -1,5 +1,4 @@
-"""Further columns of a table that are kept with the ids of its items, to filter search results
-by."""
+"""Columns of a table that are kept with the ids of its items, to filter search results."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ _LOOKS = {
 
 
 def check_column_names(names: Sequence[str]) -> None:
-    """Raise a `DualencError` for names that a filter or an engine cannot use, and for names given
-    twice."""
+    """Raise a `DualencError` for duplicate names, and names that a filter or engine cannot use."""
     check_several("columns", names)
     seen: set[str] = set()
     for name in names:
@@ -54,12 +52,17 @@ def check_column_names(names: Sequence[str]) -> None:
 
 
 def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -> pa.Table:
-    """The values of some columns in some rows (N,), as large_string, int64, double or bool.
+    """Return some columns in some rows (N,), as large_string, int64, double or bool.
 
-    Of lines every value arrives as a text: a column of nothing but numbers is one of numbers. Dates
-    become texts in ISO's order. Numbers of half or single precision become the shortest decimals
-    that stand for them, 0.1 and not 0.10000000149. What is empty or not finite is missing; infinite
-    numbers are reported.
+    Lines hold only texts: a column of nothing but numbers becomes numeric. Dates become ISO texts,
+    which sort by time. Numbers of half or single precision become the shortest decimals that round
+    to them, 0.1 and not 0.10000000149. Empty and infinite values are missing; infinite ones are
+    reported.
+
+    Args:
+        table: table in which the columns are open.
+        names: columns to keep.
+        rows: rows to keep, (N,).
     """
     columns: dict[str, pa.ChunkedArray] = {}
     for name in names:
@@ -82,7 +85,7 @@ def metadata_columns(table: DataTable, names: Sequence[str], rows: np.ndarray) -
 
 
 def plain_columns(columns: pa.Table) -> pa.Table:
-    """The columns of a typed table as `metadata_columns` gives them."""
+    """Convert the columns of a typed table the way `metadata_columns` does."""
     return pa.table(
         {
             name: _plain_values(columns[name].combine_chunks(), False, f"column {name!r}")
@@ -114,8 +117,7 @@ def _plain_values(values: pa.Array, from_lines: bool, name: str) -> pa.Array:
 
 
 def _as_double(values: pa.Array) -> pa.Array:
-    """Numbers as float64: whole ones as they are, fractions of less precision as their shortest
-    decimals."""
+    """Convert numbers to float64: integers exactly, fractions to their shortest decimals."""
     if values.type == pa.float16():
         # Arrow writes the digits of its float32.
         distinct, rows = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
@@ -130,7 +132,7 @@ def _as_double(values: pa.Array) -> pa.Array:
 
 
 def _read_as_looks(values: pa.Array) -> pa.Array:
-    """Texts as what they all look like: truth values, whole numbers, numbers, or texts."""
+    """Convert texts to what they all look like: truth values, integers, numbers, or texts."""
     # Among numbers nan is a missing one; among texts it may be a language.
     numbers = pc.if_else(pc.equal(pc.utf8_lower(values), "nan"), None, values)
     for kind, pattern in _LOOKS.items():

@@ -1,12 +1,11 @@
 """Embeddings: N vectors with their ids, texts and columns, in memory or in a folder of Arrow files.
 
-    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), of texts text
-    (the
-                         beginning) and text:hash (of the whole), and the user's columns; what the
-                         shard was made of is in the metadata of its schema
+    data-00000.arrow …   id (string), vector (fixed-size list of float16 or float32), for texts
+                         text (its beginning) and text:hash (of the whole), and the user's
+                         columns; the metadata of the schema records what the shard was made of
     order.npy            the rows in the order of their ids
-    meta.json            model, side, dtype, dimension, rows per shard, what was skipped, size and
-    SHA-256 of each file
+    meta.json            model, side, dtype, dimension, rows per shard, skipped items, size and
+                         SHA-256 of each file
 
 `dualenc.search.embed.writer.EmbeddingWriter` writes the folder.
 """
@@ -39,16 +38,17 @@ Array = Any  # np.ndarray or ShardedVectors
 class Embeddings:
     """N vectors with their ids, in memory or on disk.
 
+    Vectors on disk are memory-mapped, so opening a folder reads next to nothing.
+
         Embeddings.open("emb").vectors[:10]
 
     Args:
         ids: (N,) distinct strings.
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
-        meta: what is known about them (`model`, `side`, `modality`, `dtype`, …).
-        snippets: (N,) texts to show with the ids, if any.
-        columns: (N,) rows of the user's columns, if any.
-        hashes: (N,) uint64 of the whole texts (`dualenc.data.store.items.text_hash`), if any; 0 if
-            unknown.
+        meta: metadata (`model`, `side`, `modality`, `dtype`, …).
+        snippets: (N,) texts to show with the ids.
+        columns: (N,) rows of the user's columns.
+        hashes: (N,) uint64 of the whole texts (`dualenc.data.store.items.text_hash`); 0 if unknown.
     """
 
     def __init__(
@@ -80,10 +80,15 @@ class Embeddings:
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], verify: bool = False) -> Embeddings:
-        """Map a folder of embeddings into memory, as `embed` or `dualenc embed` wrote it.
+        """Map a folder of embeddings written by `embed` or `dualenc embed` into memory.
 
-        With `verify` every file is read and compared with the SHA-256 in meta.json, otherwise sizes
-        and 64 MiB at most.
+        Args:
+            folder: the folder.
+            verify: read every file and compare its SHA-256 with meta.json; otherwise sizes and at
+                most 64 MiB are compared.
+
+        Raises:
+            DualencError: the folder is unfinished, corrupt or not a folder of embeddings.
         """
         folder = with_home(Path(folder))
         meta = read_meta(folder)
@@ -110,12 +115,11 @@ class Embeddings:
         return int(self.vectors.shape[1])
 
     def rows_of(self, ids: Sequence[str]) -> np.ndarray:
-        """(n,) the row of each id, -1 for an id without a vector."""
+        """Return the row of each id, (n,); -1 for an id without a vector."""
         return rows_of(self.ids, ids)
 
     def first(self, dim: int) -> Embeddings:
-        """The first `dim` components of each vector, scaled to length one again if the vectors had
-        it."""
+        """Return the first `dim` components of each vector, normalized again if the vectors were."""
         if not 1 <= dim <= self.dim:
             raise DualencError(
                 f"dim is {dim}: give 1 to {self.dim}, the size of the vectors",
@@ -133,14 +137,13 @@ class Embeddings:
         return Embeddings(self.ids, np.concatenate(parts), meta, *about)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
-        """The vectors in order as float32 matrices of at most `rows` rows; one at a time is in
-        memory."""
+        """Yield the vectors in order as float32 matrices of at most `rows` rows, one in memory at a
+        time."""
         for start, stop in self._ranges(rows):
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
     def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Start and stop of blocks of at most `rows` rows that do not cross shards: views of the
-        file, not copies."""
+        """Yield start and stop of blocks of at most `rows` rows within shards: views, not copies."""
         bounds = set(range(0, len(self), rows))
         bounds.add(len(self))
         if isinstance(self.vectors, ShardedVectors):
@@ -148,8 +151,10 @@ class Embeddings:
         yield from pairwise(sorted(bounds))
 
     def record_batches(self, rows: int = 16384) -> Iterator[pa.RecordBatch]:
-        """All items in order, at most `rows` in a batch: id, vector as stored, text if kept, and
-        the user's columns."""
+        """Yield all items in order, at most `rows` per batch.
+
+        A batch has id, vector as stored, text if stored, and the user's columns.
+        """
         texts = None
         columns = None
         for start, stop in self._ranges(rows):
@@ -162,8 +167,15 @@ class Embeddings:
 
 
 class ShardedVectors:
-    """Matrices of equal width as one (N, D) matrix, whose rows are taken by number, slice, mask or
-    numbers."""
+    """Matrices of equal width as one (N, D) matrix.
+
+    Rows are selected by integer, slice, mask or integer array; a slice within one shard is a view.
+
+        ShardedVectors([np.zeros((2, 4)), np.ones((3, 4))])[3]
+
+    Args:
+        shards: matrices (n, D), at least one.
+    """
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = list(shards)
@@ -205,20 +217,20 @@ class ShardedVectors:
 
 
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds embeddings, finished or not, according to its meta.json."""
+    """True if the meta.json of a folder is that of embeddings, finished or not."""
     path = with_home(Path(folder)) / "meta.json"
     return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 
 def are_embeddings(folder: Path) -> bool:
-    """Whether a folder holds nothing but folders that are empty or hold embeddings."""
+    """True if a folder holds only folders that are empty or hold embeddings."""
     return all(
         path.is_dir() and (is_embeddings(path) or not os.listdir(path)) for path in folder.iterdir()
     )
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """The meta.json of a folder of embeddings, checked."""
+    """Read and check the meta.json of a folder of embeddings."""
     other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
     meta = read_head(
         folder, FORMAT, FORMAT_VERSION, other, {"complete": bool, "dim": int, "dtype": str}
@@ -241,10 +253,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def read_head(
     folder: Path, expected_format: str, version: int, other: str, kinds: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The meta.json of a folder of a format and version, with fields of these `kinds`, as of
-    `read_json_object`.
+    """Read the meta.json of a folder and check its format, version and fields.
 
-    `other` says what a folder of another format is not.
+    Args:
+        folder: folder with the file meta.json.
+        expected_format: required value of `format`.
+        version: required value of `version`.
+        other: error message for a folder of another format.
+        kinds: required fields and their types, see `read_json_object`.
     """
     meta = read_json_object(folder / "meta.json")
     if meta.get("format") != expected_format:
@@ -263,12 +279,12 @@ def read_head(
 
 
 def shard_path(folder: Path, number: int) -> Path:
-    """The file of a shard."""
+    """Return the file of a shard."""
     return folder / f"data-{number:05d}.arrow"
 
 
 def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.ndarray]:
-    """Map a shard, and its vectors as a matrix without a copy."""
+    """Map a shard into memory and return it with its vectors (n, D), not copied."""
     batches = read_batches(path, AGAIN)
     if len(batches) != 1:
         raise DualencError(
@@ -280,7 +296,7 @@ def read_shard(path: Path, dim: int, dtype: str) -> tuple[pa.RecordBatch, np.nda
 
 
 def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.ndarray:
-    """The vectors (n, D) of a record batch, a view of the file."""
+    """Return the vectors (n, D) of a record batch, a view of the file."""
     kind = pa.null()
     if "vector" in batch.schema.names:
         kind = batch.schema.field("vector").type
