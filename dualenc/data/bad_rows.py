@@ -73,7 +73,7 @@ class BadRows:
         self.first = {**first, **self.first}
 
     def describe(self) -> str:
-        """Return all reasons with count and first position in one line, "" if nothing was left out."""
+        """Return all reasons with count and first position in one line, "" if nothing is left out."""
         reasons = self.counts.items()
         return ", ".join(
             f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons
@@ -92,7 +92,7 @@ class BadRows:
         return self.total
 
     def require(self, usable: int, what: str) -> None:
-        """Raise a `DualencError` if there are no usable samples."""
+        """Raise a `DualencError` if no samples are usable."""
         if not usable:
             raise DualencError(
                 f"no usable {what}: {self.describe() or 'it is empty'}",

@@ -90,7 +90,7 @@ class Column:
             )
 
     def _fits(self) -> bool:
-        """True if values of this Arrow type can have this modality."""
+        """Return True if values of this Arrow type can have this modality."""
         kind = self.array.type
         if self.modality == "text":
             return _is(kind, *_TEXT_LIKE)
@@ -189,7 +189,7 @@ class Column:
         return result
 
     def _parts(self) -> dict[str, pa.ChunkedArray]:
-        """Return contents and paths of records by these names, other values by the column's name."""
+        """Return contents and paths of records by these names, other values by column name."""
         kind = self.array.type
         if not _is(kind, "struct"):
             return {self.name: self.array}
@@ -207,7 +207,7 @@ def _spread(array: pa.ChunkedArray, most: int) -> list[Any]:
 
 
 def _is_utf8(data: bytes) -> bool:
-    """True for bytes of UTF-8 text, without the zero bytes that only occur in binary data."""
+    """Return True for bytes of UTF-8 text, without the zero bytes that only occur in binary data."""
     try:
         return "\0" not in data.decode("utf-8")
     except UnicodeDecodeError:
@@ -226,7 +226,7 @@ def _decode(array: pa.Array) -> pa.Array:
 
 
 def _is(kind: pa.DataType, *names: str) -> bool:
-    """True if `pyarrow.types.is_NAME` is true of an Arrow type for one of the names."""
+    """Return True if `pyarrow.types.is_NAME` is true of an Arrow type for one of the names."""
     return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
 
 

@@ -122,8 +122,7 @@ class Corpus:
         )
 
     def text(self, index: int) -> str:
-        """Return the beginning of a text in one line, to show with a search result; "" if not a
-        text."""
+        """Return the beginning of a text in one line, for display; "" for images and vectors."""
         if self.modality != "text":
             return ""
         line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
@@ -197,7 +196,7 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
 
 
 def _side_ids(side: Side, items: np.ndarray) -> list[str]:
-    """Return names of a side's items: prefixed, so that removing self-matches drops no documents."""
+    """Return prefixed names of a side's items, so that removing self-matches drops no documents."""
     return [f"{side}-{item}" for item in items]
 
 
@@ -258,7 +257,7 @@ def table_corpus(
 
 
 def image_corpus(folder: Path) -> Corpus:
-    """Return the images of a folder by name; the first subfolder of a path, if any, is the class."""
+    """Return the images of a folder by name; the first subfolder of a path, if any, is its class."""
     names = find_images(folder)
     ids = printable_names(folder, names)
     numbers, class_names = labels_of_folders(ids) or (None, None)
@@ -266,7 +265,7 @@ def image_corpus(folder: Path) -> Corpus:
 
 
 def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
-    """Return the id of each row in a column, None if it is missing; without a column, row numbers."""
+    """Return the id of each row in a column, None if missing; row numbers without a column."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
     names: list[str | None] = []

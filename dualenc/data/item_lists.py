@@ -92,8 +92,7 @@ class VectorItems:
         return np.array(self.matrix[int(index)], dtype=np.float32)
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """Return the vector as float32 bytes; it is always read, since vectors have no cheaper
-        metadata."""
+        """Return the vector as float32 bytes; it is always read, since metadata says nothing of it."""
         return self[row].tobytes()
 
 
@@ -108,14 +107,14 @@ def item_key(items: Items, row: int) -> Any:
 def number_items(
     items: Items, positions: np.ndarray, deduplicate: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Number items so that equal keys get equal numbers, by 128-bit digests (16 MB per million).
+    """Assign equal numbers to items with equal keys, by 128-bit digests (16 MB per million).
 
     A collection may have `key_sizes` (N,): a key of a unique size is distinct without being read.
 
     Args:
         items: the collection.
         positions: positions of the items to number, (n,).
-        deduplicate: False to give each position a number of its row.
+        deduplicate: False to give each position its own number.
 
     Returns:
         The position of the first of each distinct item (k,), in order of appearance; the number in

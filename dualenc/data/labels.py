@@ -20,7 +20,7 @@ _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
 def labels_of_names(names: Sequence[str]) -> Labels:
-    """Number class names in sorted order; integers below a million keep their value."""
+    """Assign numbers to class names in sorted order; integers below a million keep their value."""
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array(names, dtype=np.int64)
         num_classes = int(numbers.max(initial=-1)) + 1
@@ -79,7 +79,7 @@ def align_labels(
     """Convert class numbers (N,) to the numbering of another source, by class name.
 
     A name matches an equal name, or one that begins with it as a word ("n01443537" and "n01443537
-    goldfish"). Numbers are kept if one of the sources has no names, or uses its numbers as names.
+    goldfish"). Numbers are kept if one of the sources lacks names, or uses its numbers as names.
 
     Args:
         labels: class numbers (N,).
@@ -111,10 +111,10 @@ def align_labels(
 
 
 def _is_numbering(names: Sequence[str]) -> bool:
-    """True if classes are named by their numbers."""
+    """Return True if classes are named by their numbers."""
     return list(names) == [str(number) for number in range(len(names))]
 
 
 def are_numbers(names: Sequence[str]) -> bool:
-    """True if all class names are numbers, also without classes."""
+    """Return True if all class names are numbers, also without classes."""
     return all(name.isdecimal() for name in names)

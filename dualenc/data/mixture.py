@@ -106,8 +106,7 @@ class Mixture(PairDataset):
         )
 
     def pair_counts(self, side: Side) -> np.ndarray:
-        """Return the mean number of times that each item of a side occurs in an epoch's pairs,
-        (N,)."""
+        """Return how often each item of a side occurs in an epoch's pairs on average, (N,)."""
         weights = np.repeat(list(self.source_weights.values()), self.sizes)
         return np.bincount(self.item_ids(side), weights=weights, minlength=len(self.items(side)))
 

@@ -57,8 +57,7 @@ class Pair(NamedTuple):
 
 
 class PairDataset:
-    """M training pairs over two collections of items; a map-style dataset whose row `i` is pair
-    `i`.
+    """M training pairs over two collections of items, a map-style dataset; row `i` is pair `i`.
 
     Use it directly for items in memory. Every reader of this package is a subclass whose items are
     stored in files.
@@ -88,7 +87,7 @@ class PairDataset:
             deduplication off.
 
     Raises:
-        DualencError: no pairs, ids out of range, or arguments of different lengths.
+        DualencError: the pairs are empty, ids are out of range, or lengths differ.
     """
 
     views: bool = False
@@ -245,8 +244,7 @@ class PairDataset:
         return self._contents[side]
 
     def _hashes(self, side: Side) -> pa.Array:
-        """Return a hash for each item of a side, (N,), valid in this process; null if it is not
-        read."""
+        """Return a hash for each item of a side, (N,), valid in this process; null if unread."""
         modality = self.left_modality if side == "left" else self.right_modality
         are_texts = self.left_modality == self.right_modality == "text"
         if self.has_distinct_items and not are_texts:
@@ -291,7 +289,7 @@ class PairDataset:
         return np.column_stack([positives, copies[ids]])
 
     def _alike_positives(self, side: Side) -> Alike | None:
-        """Return the positives of a side by contents; None if all items of each side are distinct."""
+        """Return the positives of a side by contents; None if the items of each side are distinct."""
         if self.views:
             return None
         if self._positives_of is not None:
@@ -432,7 +430,10 @@ def _item_hashes(items: Items) -> pa.Array:
 
 
 def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
-    """Number the values of some arrays from 0, equal values alike; each null gets a unique number."""
+    """Assign numbers from 0 to the values of arrays, equal ones to equal values.
+
+    Each null gets a unique number.
+    """
     joined = pa.chunked_array(parts).combine_chunks()
     numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
     is_null = numbers < 0

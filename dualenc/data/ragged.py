@@ -88,7 +88,7 @@ class Ragged(NamedTuple):
         return np.diff(self.offsets)
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """Return the given rows (n,) as one matrix (n, K), padded with -1 to the longest of them."""
+        """Return the given rows (n,) as one matrix (n, K), padded with -1 to the longest row."""
         taken = self.take(rows)
         inside = np.arange(taken.lengths.max(initial=0)) < taken.lengths[:, None]
         result = np.full(inside.shape, -1, dtype=np.int64)

@@ -240,7 +240,10 @@ def _examined(source: TableSource, name: str) -> list[str]:
 
 
 def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
-    """Return the share of values that are among ids; pandas writes id 7 as 7.0 beside missing ones."""
+    """Return the share of values that are among ids.
+
+    Also matches 7.0 with id 7, as pandas writes integers beside missing values.
+    """
     if not values:
         return 0.0
     whole = [value.removesuffix(".0") for value in values]

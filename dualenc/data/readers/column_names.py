@@ -133,7 +133,7 @@ NO_COLUMN = "none"
 
 
 def is_none(name: str | None) -> bool:
-    """True if an argument says to read no such column."""
+    """Return True if an argument says to read no such column."""
     return name in ("", NO_COLUMN)
 
 

@@ -162,7 +162,7 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
 
 
 def default_split(source: str | Path) -> str:
-    """Return the split to evaluate by default: the only one of a source without splits, else test."""
+    """Return the split to evaluate by default: a source's only split, otherwise test."""
     kind = detect(source)
     if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):
         return ONLY_SPLIT

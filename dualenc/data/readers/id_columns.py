@@ -57,7 +57,7 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
 
 
 def are_row_numbers(values: Sequence[Any]) -> bool:
-    """True if values count up by one, as in an index column."""
+    """Return True if values count up by one, as in an index column."""
     texts = [str(value).strip().removesuffix(".0") for value in values]
     if len(texts) < 2 or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return False
@@ -66,7 +66,7 @@ def are_row_numbers(values: Sequence[Any]) -> bool:
 
 
 def _repeats(values: Sequence[Any]) -> bool:
-    """True if many values occur more than once; lists are left for the reader to refuse."""
+    """Return True if many values occur more than once; lists are left for the reader to refuse."""
     filled = [str(value) for value in values if value is not None and str(value).strip()]
     repeated = len(filled) - len(set(filled))
     return repeated > _FEW and repeated > _MAX_REPEATED * len(filled)

@@ -70,7 +70,7 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
 
 
 def is_image(path: Path) -> bool:
-    """True if the suffix is one of an image format."""
+    """Return True if the suffix is one of an image format."""
     return path.suffix.lower() in IMAGE_SUFFIXES
 
 

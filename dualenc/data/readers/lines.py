@@ -112,7 +112,7 @@ def read_texts(path: Path, bad_rows: BadRows) -> Iterator[tuple[int, str]]:
 
 
 def is_empty(path: Path) -> bool:
-    """True if a text file is empty after decompression."""
+    """Return True if a text file is empty after decompression."""
     with explain(f"{path}: cannot be read", "fetch it again"), _decompressed(path) as stream:
         return not stream.read(1)
 

@@ -44,7 +44,7 @@ _NAME_OF_CLASS = re.compile(r"[^\W\d_][^\W\d]{0,29}(?:[ /-][^\W\d]{1,29}){0,3}|[
 
 @dataclass(frozen=True)
 class Labels:
-    """Whether rows match: 1, 0, or NaN if unlabeled, of each row (M,) or each entry of its lists."""
+    """Whether each row (M,), or each entry of its lists, matches: 1, 0, or NaN if unlabeled."""
 
     name: str
     values: np.ndarray
@@ -65,12 +65,12 @@ def as_number(value: object) -> object:
 
 
 def label_columns(columns: Iterable[str], but: Collection[str]) -> list[str]:
-    """Return the columns with a common name of labels, except those `but` read as something else."""
+    """Return the columns with a common name of labels, except those in `but`."""
     return [name for name in columns_named(columns, LABELS) if name not in but]
 
 
 def looks_like_labels(values: Iterable[object], name: str) -> bool:
-    """True for columns with a common name of labels.
+    """Return True for columns with a common name of labels.
 
     A column `clicked` may hold labels or ids, so its values decide.
     """

@@ -33,7 +33,7 @@ _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
 def is_table(path: Path) -> bool:
-    """True for files of `TABLE_FORMATS`, except hidden files and files about the data (README.txt)."""
+    """Return True for files of `TABLE_FORMATS`, except hidden ones and files like README.txt."""
     name = path.name.lower()
     if _is_hidden(name) or file_format(path) not in TABLE_FORMATS or name in _ABOUT_JSON:
         return False
@@ -41,7 +41,7 @@ def is_table(path: Path) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    """True for names of auxiliary files of Spark, Arrow and notebooks: _SUCCESS, .x.crc, ._x.png."""
+    """Return True for auxiliary files of Spark, Arrow and notebooks: _SUCCESS, .x.crc, ._x.png."""
     return name.startswith((".", "_"))
 
 
@@ -66,7 +66,7 @@ def first_word(name: str) -> str:
 
 
 def is_split(name: str) -> bool:
-    """True for common names of splits."""
+    """Return True for common names of splits."""
     return name.lower() in SPLITS
 
 
@@ -143,7 +143,7 @@ def _partition_keys(folder: Path, file: Path) -> dict[str, str]:
 
 
 def has_splits(splits: Collection[str]) -> bool:
-    """True if names of `split_tables` are splits; a single other name stands for all files."""
+    """Return True if names of `split_tables` are splits; a single other name stands for all files."""
     return len(splits) != 1 or any(map(is_split, splits))
 
 
@@ -170,7 +170,7 @@ def without_empty(source: str | Path, files: list[Path]) -> list[Path]:
 
 
 def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
-    """Return the decoded keys of each file's partition, [] if there are no partitions.
+    """Return the decoded keys of each file's partition, [] without partitions.
 
     Values are integers if all values of a key are.
     """

@@ -124,7 +124,7 @@ class ColumnPairs(PairDataset):
 
 
 def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
-    """Return the positions (M,) of right values that make a pair; count the faults of all others."""
+    """Return the positions (M,) of right values that make a pair; count all other faults."""
     table = left.table
     if left.is_list:
         raise DualencError(
@@ -146,7 +146,7 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
 def without_unlabeled(
     left: ItemColumn, right: ItemColumn, labels: Labels
 ) -> tuple[ItemColumn, ItemColumn]:
-    """Return the columns with a fault where a row, or an entry of its lists, has no label."""
+    """Return the columns with a fault where a row, or an entry of its lists, is unlabeled."""
     is_missing = np.isnan(labels.values)
     fault = (f"no label in column {labels.name!r}", is_missing, "fill it in or remove the row")
     if labels.of_entries:
@@ -295,7 +295,7 @@ def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
 
 
 def are_mined(source: TableSource) -> bool:
-    """True if a table has columns of mined negatives; `pos` must not hold numbers (a sentiment)."""
+    """Return True for tables with mined negatives; `pos` must not hold numbers (a sentiment)."""
     return "positive_passages" in source.kinds or (
         "pos" in source.kinds and not source.holds_numbers("pos")
     )
@@ -542,7 +542,7 @@ class ImageViews(PairDataset):
 
     Args:
         images: raw images.
-        labels: class numbers (N,), -1 for images without a class; None if there are no classes.
+        labels: class numbers (N,), -1 for images without a class; None without classes.
         class_names: name of each class number.
     """
 

@@ -82,8 +82,8 @@ _FILES_EXAMINED = 8  # whose values are looked at
 class DataTable:
     """Rows of named columns as memory-mapped Arrow, and the local files they come from.
 
-    A hub data set has no local files. Relative image paths start at the `folder` of their row and
-    must stay in it unless the table has `allow_outside`.
+    Relative image paths start at the `folder` of their row and must stay in it unless the table has
+    `allow_outside`.
 
         DataTable("toy", Dataset.from_dict({"text": ["a"]}), BadRows("toy"), Path())
 
@@ -92,7 +92,7 @@ class DataTable:
         dataset: the rows.
         bad_rows: counts rows that cannot be used.
         root: folder at which relative image paths start.
-        files: local files that hold the rows.
+        files: local files that hold the rows; empty for a hub data set.
         allow_outside: whether image paths may lead out of the folder of their row.
     """
 
@@ -111,7 +111,7 @@ class DataTable:
         return self.dataset.data.column(name)
 
     def has(self, name: str | None) -> bool:
-        """True if the table has this column."""
+        """Return True if the table has this column."""
         return name in self.dataset.column_names
 
     @cached_property
@@ -237,7 +237,7 @@ class TableSource:
 
     @cached_property
     def written_lists(self) -> dict[str, ColumnKind]:
-        """Kind of each text column whose examined values are all lists, as in csv files of pandas."""
+        """Kind of each text column whose examined values are all lists, as pandas writes to csv."""
         kinds: dict[str, ColumnKind] = {}
         for name in dict.fromkeys(name for record in self.examined for name in record):
             values = [record.get(name) for record in self.examined]
@@ -254,7 +254,7 @@ class TableSource:
         return "list" if has_lists or self.kinds[name] != "value" else "value"
 
     def holds_numbers(self, name: str) -> bool:
-        """True if all examined values of a column, at least one, are numbers."""
+        """Return True if all examined values of a column, at least one, are numbers."""
         values = [record.get(name) for record in self.examined]
         texts = [str(value).strip() for value in values if value is not None]
         return any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
@@ -342,7 +342,7 @@ class TableSource:
         )
 
     def _read_lines(self, columns: Mapping[str, ColumnKind]) -> Dataset:
-        """Read the columns, null where a record lacks them, with each row's file number and line."""
+        """Read the columns, null where a record lacks them, with file number and line."""
         fields = [(name, _TYPES[kind]) for name, kind in columns.items()]
         schema = pa.schema([*fields, (FILE, pa.int32()), (LINE, pa.int64())])
 
@@ -455,7 +455,7 @@ class TableSource:
 
 
 def _check_headers(headers: Mapping[Path, list[str]]) -> None:
-    """Raise if headers have no column in common: a file without a header loses its first row to it."""
+    """Raise if two headers are disjoint: a file without a header loses its first row to it."""
     (first, names), *others = headers.items()
     for file, other in others:
         if len(other) != len(names) or set(other) == set(names):
@@ -505,7 +505,7 @@ def _written(value: Any) -> Any:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """True for Arrow types of texts, numbers and truth values, and of lists of texts or integers."""
+    """Return True for texts, numbers and truth values, and lists of texts or integers."""
     if is_list(kind):
         return _is_plain(kind.value_type) and not pa.types.is_floating(kind.value_type)
     return not (
@@ -527,7 +527,7 @@ def check_columns(source: str | Path, columns: Iterable[str], required: Iterable
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """True if values of an Arrow type are lists."""
+    """Return True if values of an Arrow type are lists."""
     return (
         pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     )
@@ -591,7 +591,7 @@ _CONVERTERS: dict[ColumnKind, Callable[[Any], Any]] = {
 
 
 def load_from_hub(name: str, subset: str | None, split: str | None = None) -> Any:
-    """Load a split of a hub data set, in the syntax of `datasets`; None loads all splits by name."""
+    """Load a split of a hub data set, in the syntax of `datasets`, or all splits by name."""
     import datasets
 
     failure = f"{name}: no such file here, and as a dataset of the hub it does not load"

@@ -1,4 +1,4 @@
-"""WebDataset shards: pairs and corpora with stable ids and random access, through an index per tar."""
+"""WebDataset shards: pairs and corpora with stable ids and random access by an index."""
 
 from __future__ import annotations
 

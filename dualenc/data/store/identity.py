@@ -85,7 +85,7 @@ def file_identity(path: Path, read: bool = True) -> bytes:
 
 
 def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
-    """Return a checksum of strings, bytes, arrays and lists of strings, in hexadecimal; skip None."""
+    """Return a checksum of strings, bytes, arrays and lists of strings; None is skipped."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         if part is None:

@@ -132,7 +132,7 @@ class Ids(Texts):
 
 
 def rows_of(ids: Sequence[str], names: Iterable[str]) -> np.ndarray:
-    """Return the row of each name among mapped ids or a list, (n,) int64; -1 for an unknown name."""
+    """Return the row of each name among mapped ids or a list, (n,) int64; -1 if unknown."""
     check_several("ids", names)
     if isinstance(ids, Ids):
         return ids.rows(names)

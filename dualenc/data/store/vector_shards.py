@@ -119,7 +119,7 @@ class Embeddings:
         return rows_of(self.ids, ids)
 
     def first(self, dim: int) -> Embeddings:
-        """Return the first `dim` components of each vector, normalized again if the vectors were."""
+        """Return the first `dim` components of each vector, normalized if the vectors were."""
         if not 1 <= dim <= self.dim:
             raise DualencError(
                 f"dim is {dim}: give 1 to {self.dim}, the size of the vectors",
@@ -137,13 +137,12 @@ class Embeddings:
         return Embeddings(self.ids, np.concatenate(parts), meta, *about)
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
-        """Yield the vectors in order as float32 matrices of at most `rows` rows, one in memory at a
-        time."""
+        """Yield the vectors in order as float32 matrices of at most `rows` rows."""
         for start, stop in self._ranges(rows):
             yield np.ascontiguousarray(self.vectors[start:stop], dtype=np.float32)
 
     def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield start and stop of blocks of at most `rows` rows within shards: views, not copies."""
+        """Yield start and stop of blocks of at most `rows` rows within shards, for views."""
         bounds = set(range(0, len(self), rows))
         bounds.add(len(self))
         if isinstance(self.vectors, ShardedVectors):
@@ -217,13 +216,13 @@ class ShardedVectors:
 
 
 def is_embeddings(folder: str | os.PathLike[str]) -> bool:
-    """True if the meta.json of a folder is that of embeddings, finished or not."""
+    """Return True if the meta.json of a folder is that of embeddings, finished or not."""
     path = with_home(Path(folder)) / "meta.json"
     return path.is_file() and read_json_object(path).get("format") == FORMAT
 
 
 def are_embeddings(folder: Path) -> bool:
-    """True if a folder holds only folders that are empty or hold embeddings."""
+    """Return True if a folder holds only folders that are empty or hold embeddings."""
     return all(
         path.is_dir() and (is_embeddings(path) or not os.listdir(path)) for path in folder.iterdir()
     )
