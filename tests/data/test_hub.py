@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data import BeirPairs, open_corpus, open_pairs, read_beir
-from dualenc.data.readers.beir import expand_name, is_collection
+from dualenc.data.readers.beir import expand_name
 from dualenc.data.readers.detect import detect
 from dualenc.errors import BadSample, DualencError
 
@@ -98,12 +98,7 @@ def test_mteb_is_the_beir_folder_of_the_same_rows(tmp_path: Path, kind: str) -> 
     }
     beir = write_beir(tmp_path / "beir", DOCUMENTS, QUERIES, qrels)
     folder = mteb(tmp_path / "mteb", kind)
-    assert (detect(folder), detect(beir), is_collection(folder), is_collection(beir)) == (
-        "hub",
-        "beir",
-        True,
-        False,
-    )
+    assert (detect(folder), detect(beir)) == ("collection", "beir")
     for split in QRELS:
         assert plain(read_beir(folder, split)) == plain(read_beir(beir, split))
         pairs = BeirPairs(folder, split)
@@ -223,7 +218,7 @@ def test_other_data_sets_of_the_hub_are_tables(
         )
         assert detect(folder) == "folder", path
     monkeypatch.chdir(tmp_path)
-    assert not is_collection("owner/nothing")
+    assert detect("owner/nothing") == "hub"
     with pytest.raises(
         DualencError,
         match=r"owner/nothing: no such file here, and as a dataset of the hub it does not load",

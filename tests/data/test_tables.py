@@ -10,6 +10,7 @@ import datasets
 import pytest
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.readers.read_options import ReadOptions
 from dualenc.data.readers.tables import FILE, LINE, ColumnKind, DataTable, TableSource
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
@@ -21,8 +22,16 @@ COLUMNS: dict[str, ColumnKind] = {"query": "value", "documents": "list"}
 QUERY: dict[str, ColumnKind] = {"query": "value"}
 
 
-def read(source: Path | str, columns: dict[str, ColumnKind] = COLUMNS, **options: Any) -> DataTable:
-    return TableSource(source, BadRows(source, "raise"), **options).open(columns)
+def read(
+    source: Path | str,
+    columns: dict[str, ColumnKind] = COLUMNS,
+    subset: str | None = None,
+    **options: Any,
+) -> DataTable:
+    bad_rows = BadRows(source, "raise")
+    return TableSource(source, bad_rows, options=ReadOptions(**options), subset=subset).open(
+        columns
+    )
 
 
 def queries(source: Path | str, **options: Any) -> list[str]:

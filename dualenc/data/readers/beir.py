@@ -26,23 +26,27 @@ from dualenc.data.readers.column_names import (
     columns_named,
     first_of,
 )
-from dualenc.data.readers.detect import check_split, detect
+from dualenc.data.readers.detect import (
+    check_split,
+    detect_locally,
+    has_configuration,
+)
 from dualenc.data.readers.lines import COMPRESSIONS, read_texts
 from dualenc.data.readers.tables import TableSource, check_columns, load_from_hub
 from dualenc.data.readers.vectors import open_vectors
-from dualenc.data.store.cache import cache_option
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.metadata import check_column_names
 from dualenc.errors import DualencError
 from dualenc.io.reading import with_home
 from dualenc.types import OnError, one_or_several
 
+# Six digits, so that a mistaken column, such as a timestamp, is not read as grades.
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
 _ID_NAMES = {"corpus": IDS, "queries": ("_id", "id", *QUERY_IDS, *IDS)}
 Judgement = tuple[str, str, str, int]
-"""Where it is written (file:line, or row of a hub data set), query, document and grade."""
+"""Position (file:line, or row of a hub data set), query, document and grade."""
 NANO_BEIR = "NanoBEIR"
-"""Stands for the thirteen small collections below."""
+"""Name that stands for the thirteen small collections below."""
 _NANO_NAMES = (
     *("ClimateFEVER", "DBPedia", "FEVER", "FiQA2018", "HotpotQA", "MSMARCO", "NFCorpus", "NQ"),
     *("QuoraRetrieval", "SCIDOCS", "ArguAna", "SciFact", "Touche2020"),
@@ -88,7 +92,8 @@ class BeirPairs(PairDataset):
         self.queries, left_id, right_id, grades = relevant_pairs(queries, qrels, self.corpus.ids)
         if not len(grades):
             raise DualencError(
-                "no usable pair: no judgement of a document has grade 1 or more",
+                "no usable pair",
+                fix="judge a document of the corpus with grade 1 or more",
                 where=path,
             )
         super().__init__(
@@ -118,6 +123,7 @@ def relevant_pairs(
         (M,) each.
     """
     query_row = {name: row for row, name in enumerate(queries.ids)}
+    # Grade 0 means judged and not relevant; documents without a grade are unjudged.
     query_rows: list[int] = []
     documents: list[str] = []
     grades: list[int] = []
@@ -149,7 +155,8 @@ def read_beir(
     """
     folder = with_home(Path(folder))
     bad_rows = BadRows(folder, on_error)
-    if detect(folder) != "hub":
+    if detect_locally(folder) != "hub":
+        # A wrong split fails here, before the corpus is read.
         _qrels_file(folder, split)
     corpus = read_corpus(folder, "corpus", titles=titles, bad_rows=bad_rows)
     queries, qrels = read_judged_queries(folder, split, corpus.ids, bad_rows)
@@ -168,8 +175,8 @@ def _qrels_file(folder: Path, split: str) -> Path:
     splits = sorted(file.stem for file in (folder / "qrels").glob("*.tsv"))
     if not splits:
         raise DualencError(
-            f"no split {split!r}",
-            fix="there is no qrels/*.tsv at all",
+            f"no split {split!r}, since qrels/*.tsv is missing",
+            fix="write judgements to it",
             where=folder,
         )
     check_split(folder, split, splits)
@@ -188,7 +195,7 @@ def read_judged_queries(
         bad_rows: counts bad lines.
     """
     folder = with_home(folder)
-    if detect(folder) == "hub":
+    if detect_locally(folder) == "hub":
         entries = _hub_judgements(folder, split)
     else:
         entries = _fields_of_lines(_qrels_file(folder, split), bad_rows)
@@ -200,7 +207,7 @@ def read_judged_queries(
     for (position, query, document, grade), document_row in zip(judgements, document_rows):
         if query not in query_row:
             bad_rows.add(
-                "judgement of an unknown query", position, f"{query!r} is none of the queries"
+                "judgement of an unknown query", position, f"{query!r} is not among the queries"
             )
             continue
         if document_row < 0:
@@ -208,8 +215,7 @@ def read_judged_queries(
             bad_rows.add(reason, position, f"{document!r} is missing")
         qrels.setdefault(query, {})[document] = grade
     bad_rows.require(len(qrels), "judgement")
-    # In the order of queries.jsonl, so that the result does not depend on the order of the
-    # judgements.
+    # In the order of queries.jsonl, so that reordered judgements give the same queries.
     rows = sorted(query_row[query] for query in qrels)
     return queries.take(rows), qrels
 
@@ -248,10 +254,10 @@ def read_corpus(
     check_column_names(columns)
     folder = with_home(Path(folder))
     optional = ["title"]
-    if detect(folder) == "hub":
+    if detect_locally(folder) == "hub":
         source = _collection_table(folder, part, bad_rows)
         id_column = source.default_column(_ID_NAMES[part], "its id")
-    elif detect(folder / part) == "vectors":
+    elif detect_locally(folder / part) == "vectors":
         return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
     elif (folder / f"{part}.parquet").is_file():
         vectors = folder / f"{part}.parquet"
@@ -262,14 +268,14 @@ def read_corpus(
         file = next((file for file in files if file.is_file()), None)
         if file is None:
             raise DualencError(
-                f"no {part}.jsonl in it",
-                fix="a BEIR folder has corpus.jsonl, queries.jsonl and qrels/",
+                f"no {part}.jsonl in this folder",
+                fix="a BEIR folder needs corpus.jsonl, queries.jsonl and qrels/",
                 where=folder,
             )
         source = TableSource(file, bad_rows)
         id_column = _id_column(source, part)
         if titles and part == "corpus":
-            # A document may be a title alone.
+            # A document may consist of a title alone.
             optional.append("text")
     return table_corpus(
         source,
@@ -301,7 +307,7 @@ def _fields_of_lines(file: Path, bad_rows: BadRows) -> Iterator[tuple[str, list[
             continue
         if places and len(fields) == num_columns:
             fields = [fields[place] for place in places]
-        # TREC separates by any space, and has a column of iterations that nobody uses.
+        # TREC separates fields by any white space. Its second column, iterations, is unused.
         words = line.split()
         if len(fields) != 3 and len(words) == 4:
             fields = [words[0], *words[2:]]
@@ -319,7 +325,7 @@ def _header_places(names: list[str]) -> list[int]:
     if len(known) < 2 and not columns_named(names[-1:], LABELS):
         return []
     others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
-    # TREC's column of iterations says nothing.
+    # Skip TREC's unused column of iterations: among other columns, one named like labels counts.
     labels = columns_named(others, LABELS) or others
     return [names.index(name) for name in (*known, *(labels if len(known) == 2 else others))]
 
@@ -348,22 +354,6 @@ def expand_name(source: str) -> list[str]:
     return [f"zeta-alpha-ai/Nano{name}" for name in _NANO_NAMES]
 
 
-def is_collection(source: str | Path) -> bool:
-    """Whether a hub name, or a folder laid out as on the hub, has the configurations corpus and
-    queries."""
-    return detect(source) == "hub" and _has(source, "corpus") and _has(source, "queries")
-
-
-def _has(source: str | Path, config: str) -> bool:
-    import datasets
-
-    try:
-        datasets.load_dataset_builder(str(source), config, **cache_option(source))
-    except Exception:  # No such configuration, or no such name: what opens it next says which.
-        return False
-    return True
-
-
 def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
     """Open the documents (part "corpus") or the queries of a collection."""
     splits = load_from_hub(str(source), part)
@@ -378,9 +368,9 @@ def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> Table
 
 def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the position and [query, document, grade] of each judgement, grade 1 without scores."""
-    config = "qrels" if _has(source, "qrels") else "default"
+    config = "qrels" if has_configuration(source, "qrels") else "default"
     splits = load_from_hub(str(source), config)
-    # What NanoBEIR calls train is a test: it has nothing else.
+    # NanoBEIR calls its only split train, although it is for testing.
     if split == "test" and config == "qrels" and list(splits) == ["train"]:
         split = "train"
     check_split(source, split, splits)

@@ -14,7 +14,7 @@ from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column,
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged, distinct
-from dualenc.data.readers.beir import is_collection, read_judged_queries, relevant_pairs
+from dualenc.data.readers.beir import read_judged_queries, relevant_pairs
 from dualenc.data.readers.column_names import (
     CLICKED,
     DOCUMENT_IDS,
@@ -24,8 +24,9 @@ from dualenc.data.readers.column_names import (
     is_none,
     normalized,
 )
-from dualenc.data.readers.detect import detect
+from dualenc.data.readers.detect import RETRIEVAL_KINDS, detect
 from dualenc.data.readers.id_columns import are_row_numbers
+from dualenc.data.readers.read_options import ReadOptions
 from dualenc.data.readers.relevance import (
     Labels,
     label_columns,
@@ -89,7 +90,7 @@ class IndexPairs(PairDataset):
                 where="IndexPairs",
             )
         bad_rows = BadRows(source, on_error)
-        if detect(source) == "beir" or is_collection(source):
+        if detect(source) in RETRIEVAL_KINDS:
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
             queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
             # Equal queries, such as one of several sessions, are one item, as those of a table.
@@ -98,7 +99,7 @@ class IndexPairs(PairDataset):
             left_id = number[left_id]
             modality = queries.modality
         else:
-            table = TableSource(source, bad_rows, split=split)
+            table = TableSource(source, bad_rows, options=ReadOptions(split=split))
             left, right, labels = _read_clicks(
                 table, query_column, document_column, label_column, documents
             )

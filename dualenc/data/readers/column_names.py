@@ -34,7 +34,7 @@ DOCUMENT_IDS = (
     *("docid", "doc_id", "document_id", "passage_id", "corpus_id", "pid"),
     *("item_id", "product_id", "article_id", "paper_id", "sku", "asin"),
 )
-"""Ids of documents, in the tables of documents and in the tables that name them."""
+"""Ids of documents, both in tables of documents and in tables that refer to them."""
 IDS = ("_id", "id", *DOCUMENT_IDS)
 """Ids of a table's own items."""
 QUERY_IDS = ("query_id", "qid", "question_id")
@@ -49,7 +49,7 @@ CLICKED = (
     "clicked",
     "clicked_id",
 )
-"""What may hold the ids of documents in a table of queries, besides `DOCUMENT_IDS`."""
+"""Further columns that may hold document ids in a table of queries; also names of texts."""
 
 CLASS_LABELS = ("label", "labels", "class", "target")
 """Labels of pairs, or classes of images."""
@@ -113,7 +113,7 @@ LABELS = (
 )
 """Whether, or how well, the sides of a row match."""
 COUNTS = ("clicks", "click_count", "num_clicks", "n_clicks", "purchases", "conversions")
-"""Those of the labels that count events: any whole numbers."""
+"""The labels that count events, so that any number above 0 matches."""
 KINDS = (
     *CLASS_LABELS,
     "gold",
@@ -124,12 +124,11 @@ KINDS = (
     "verdict",
     "esci_label",
 )
-"""Those of the labels whose numbers may stand for kinds, such as entailment and contradiction, in
-place of grades."""
+"""The labels whose numbers may be classes, such as entailment and contradiction, not grades."""
 
 
 NO_COLUMN = "none"
-"""In place of a name: read no such column, though one has a usual name. "" does the same."""
+"""Value of a column option to read no such column, even if one has a common name; also ""."""
 
 
 def is_none(name: str | None) -> bool:
@@ -149,6 +148,7 @@ def columns_named(columns: Iterable[str], names: Iterable[str]) -> list[str]:
     For each name, an exact match comes before other spellings.
     """
     known = list(columns)
+    # The order of the names is one of preference, and independent of the order of the columns.
     found: list[str] = []
     for name in names:
         own = [column for column in known if normalized(column) == name or column == name]

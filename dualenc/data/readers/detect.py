@@ -9,6 +9,7 @@ from typing import Literal
 
 from dualenc.data.readers.images import IMAGE_SUFFIXES, is_image
 from dualenc.data.readers.lines import COMPRESSIONS, file_format
+from dualenc.data.readers.read_options import ONLY_SPLIT
 from dualenc.data.readers.table_files import (
     TABLE_FORMATS,
     files_below,
@@ -20,31 +21,38 @@ from dualenc.data.readers.table_files import (
     report_unread,
     split_tables,
 )
+from dualenc.data.store.cache import cache_option
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.reading import with_home
 from dualenc.io.terminal import without_credentials
 
 Kind = Literal[
-    "beir", "tars", "vectors", "images", "saved", "saved_splits", "files", "folder", "hub"
+    "beir",  # a BEIR folder
+    "collection",  # a retrieval collection on the hub, or in a folder with the same layout
+    "tars",
+    "vectors",  # a folder of embeddings or a .npy file
+    "images",
+    "saved",  # written by `datasets.save_to_disk`
+    "saved_splits",  # the same, with splits
+    "files",  # tables by name or glob
+    "folder",  # a folder of tables
+    "hub",  # another data set of the hub
 ]
-"""vectors: a folder of embeddings or a .npy file. saved, saved_splits: written by `datasets`.
-files: a table by name or glob. folder: of tables. hub: a name on the hub, or a retrieval collection
-in a folder laid out as on the hub."""
-
-ONLY_SPLIT = "train"
-"""What `datasets` calls the rows of a source without splits."""
+RETRIEVAL_KINDS: tuple[Kind, ...] = ("beir", "collection")
+"""Kinds of retrieval collections: documents, queries and judgements."""
 CAPTION_FILES = [
     f"{stem}{suffix}"
     for stem in ("metadata", "captions")
     for suffix in TABLE_FORMATS
     if suffix != ".txt"
 ]
-"""Tables of captions among images."""
+"""Names of caption tables in a folder of images."""
 
-_CARD_BYTES = 1 << 20  # of a README.md that is looked at
+_CARD_BYTES = 1 << 20  # a larger README.md is ignored
 _HEADER = re.compile(r"---[ \t\r]*\n(?:(?!---).*\n)*?configs:[ \t\r]*\n((?:(?!---)[ -].*\n)+)")
-# Absolute paths, URLs, escapes and anchors of YAML.
+# Absolute paths, URLs, and YAML escapes and anchors, which could hide one: the header of a
+# downloaded README.md must not make `datasets` read files outside of its folder.
 _ELSEWHERE = re.compile(r"\.\.|:/|\\|[\s\"']/|[:-]\s+[*&]")
 _URL = re.compile(r"[A-Za-z][\w+.-]+(:/|::)")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -56,6 +64,12 @@ def detect(source: str | Path) -> Kind:
     "collection" is a retrieval collection on the hub, or in a folder with the same layout. To
     recognize one, `datasets` looks the name up.
     """
+    kind = detect_locally(source)
+    return "collection" if kind == "hub" and is_collection(source) else kind
+
+
+def detect_locally(source: str | Path) -> Kind:
+    """Return the kind of a source without asking the hub, where a collection is just "hub"."""
     refuse_url(source)
     path = with_home(Path(source))
     if path.is_dir():
@@ -64,7 +78,7 @@ def detect(source: str | Path) -> Kind:
         return "vectors"
     if path.suffix == ".tar":
         return "tars"
-    # A name with a table's suffix is a file that is missing, not a data set of the hub.
+    # A name with the suffix of a table is a missing file rather than a hub data set.
     is_name = _HUB_NAME.fullmatch(str(source)) and file_format(path) not in TABLE_FORMATS
     return "hub" if is_name and not path.is_file() else "files"
 
@@ -74,22 +88,38 @@ def refuse_url(source: str | Path) -> None:
     if _URL.match(str(source)) and not Path(source).exists():
         url = without_credentials(str(source))
         raise DualencError(
-            "URLs are not opened",
-            fix="download the files first and name these",
+            "URLs are not supported",
+            fix="download the files and give their path",
             where=url,
         )
 
 
+def is_collection(source: str | Path) -> bool:
+    """Return True if a hub data set has the configurations of a retrieval collection."""
+    if detect_locally(source) != "hub":
+        return False
+    return has_configuration(source, "corpus") and has_configuration(source, "queries")
+
+
+def has_configuration(source: str | Path, config: str) -> bool:
+    """Return True if `datasets` finds this configuration of a hub name or folder."""
+    import datasets
+
+    try:
+        datasets.load_dataset_builder(str(source), config, **cache_option(source))
+    except Exception:  # Missing configuration, unknown name or no network: opening it says which.
+        return False
+    return True
+
+
 def _kind_of_folder(folder: Path) -> Kind:
     entries = {entry.name: entry for entry in folder.iterdir()}
+    # A BEIR folder on the hub has a README.md, too. Its tsv judgements can be read without it.
     has_tsv = any((folder / "qrels").glob("*.tsv"))
     if "README.md" in entries and not has_tsv and {"corpus", "queries"} <= _configurations(folder):
         return "hub"
-    if entries.keys() & {
-        "qrels",
-        "corpus.jsonl",
-        *(f"corpus.jsonl{suffix}" for suffix in COMPRESSIONS),
-    }:
+    corpus_files = {f"corpus.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)}
+    if entries.keys() & {"qrels", *corpus_files}:
         return "beir"
     if "state.json" in entries:
         return "saved"
@@ -104,7 +134,7 @@ def _kind_of_folder(folder: Path) -> Kind:
 def _kind_of_files(folder: Path, entries: list[Path]) -> Kind:
     """Return the kind of a folder that is described by its files alone."""
     suffixes = {entry.suffix.lower() for entry in entries if not entry.name.startswith(".")}
-    # The hub stores the tables of a data set in `data`.
+    # A folder cloned from the hub has its tables in `data`.
     tables = {file.name for file in (*entries, *files_in(folder / "data")) if is_table(file)}
     if ".tar" in suffixes:
         report_unread(folder, "the tars in this folder are read, other files are not", tables)
@@ -122,8 +152,8 @@ def _kind_of_files(folder: Path, entries: list[Path]) -> Kind:
                 return "images"
             has_tables = has_tables or is_table(file)
         return "folder" if has_tables or (folder / "data").is_dir() else "images"
-    # Images may lie in a subfolder of their captions, or beside notes and lists; tables of splits
-    # are tables.
+    # Tables named like splits are the data. Others may be captions, notes or lists of the images
+    # in subfolders.
     are_beside = not any(map(is_split, map(first_word, tables)))
     if not are_beside or not any(map(is_image, files_below(folder))):
         return "folder"
@@ -139,11 +169,10 @@ def _configurations(folder: Path) -> set[str]:
     Empty if any of the files lie elsewhere.
     """
     card = folder / "README.md"
-    if (
-        not card.is_file()
-        or card.stat().st_size > _CARD_BYTES
-        or (folder / ".huggingface.yaml").exists()
-    ):
+    if not card.is_file() or card.stat().st_size > _CARD_BYTES:
+        return set()
+    # `datasets` would read this file in place of the header that is checked here.
+    if (folder / ".huggingface.yaml").exists():
         return set()
     header = _HEADER.match(card.read_text("utf-8-sig", errors="replace"))
     if header is None or _ELSEWHERE.search(header[1]):
@@ -163,7 +192,7 @@ def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_
 
 def default_split(source: str | Path) -> str:
     """Return the split to evaluate by default: a source's only split, otherwise test."""
-    kind = detect(source)
+    kind = detect_locally(source)
     if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):
         return ONLY_SPLIT
     return ONLY_SPLIT if kind in ("tars", "vectors", "saved", "files") else "test"

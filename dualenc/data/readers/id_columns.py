@@ -13,9 +13,11 @@ from dualenc.errors import DualencError
 
 logger = logging.getLogger("dualenc.data")
 
-_OWN = ("_id", "id", "docid", "doc_id", "document_id")  # of the rows: a repeated one is a bad row
-_FEW = 10  # repeated values, as of mistakes
-_MAX_REPEATED = 0.1  # of the values of a column of ids; of more they are ids of something else
+# Names that only the ids of the rows have: a repeated value is a bad row, not another meaning.
+_OWN = ("_id", "id", "docid", "doc_id", "document_id")
+# Up to 10 repeated values, or a tenth of them, may be mistakes; more are ids of something else.
+_FEW = 10
+_MAX_REPEATED = 0.1
 
 
 def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False) -> str | None:
@@ -41,23 +43,29 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
     if not fitting:
         name = usual[0]
         raise DualencError(
-            f"column {name!r} repeats its values, so that they are no ids of the rows",
+            f"column {name!r} repeats its values, so they cannot be ids of the rows",
             fix=(
-                f"name the column of ids by id_column (--id-column): {name!r} keeps one row of "
-                "each, none numbers the rows"
+                f"name the column of ids with id_column (--id-column): {name!r} keeps one row per "
+                "value, none numbers the rows"
             ),
             where=source.path,
         )
     best = next((name for name in fitting if not are_row_numbers(values[name])), fitting[0])
     if best != usual[0]:
         reason = "repeats its values" if usual[0] not in fitting else "numbers the rows"
-        message = "%s: column %r is read as ids, for %r %s; id_column (--id-column) names another"
-        logger.warning(message, source.path, best, usual[0], reason)
+        logger.warning(
+            "%s: column %r is read as ids, since %r %s; id_column (--id-column) selects another",
+            source.path,
+            best,
+            usual[0],
+            reason,
+        )
     return best
 
 
 def are_row_numbers(values: Sequence[Any]) -> bool:
     """Return True if values count up by one, as in an index column."""
+    # pandas writes 7.0 beside missing values. Longer numbers are ids for certain.
     texts = [str(value).strip().removesuffix(".0") for value in values]
     if len(texts) < 2 or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return False

@@ -18,8 +18,7 @@ from dualenc.io.reading import is_utf8, with_home
 
 IMAGE_SUFFIXES = image_suffixes()
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
-"""Names of folders that hold splits and not classes, if all folders beside them are named like
-that."""
+"""Names of folders that hold splits and not classes, if all their siblings have such names."""
 
 
 class ImageFiles:
@@ -50,11 +49,11 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     root = with_home(Path(folder))
     if not root.is_dir():
         return root
-    # Archives made on a Mac have __MACOSX beside their folders.
+    # Archives made on macOS contain a folder __MACOSX.
     entries = [entry for entry in root.iterdir() if not entry.name.startswith((".", "__MACOSX"))]
     subfolders = sorted(entry.name for entry in entries if entry.is_dir())
     if any(name.lower() in SPLITS for name in subfolders):
-        # A folder of annotations is neither split nor class.
+        # A folder without images, such as annotations, is neither split nor class.
         subfolders = [name for name in subfolders if any(map(is_image, (root / name).rglob("*")))]
     has_images = any(map(is_image, entries))
     only_splits = not has_images and all(name.lower() in SPLITS for name in subfolders)
@@ -99,8 +98,8 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
         )
     names = []
     seen = set()
-    # Links to folders wait until all real folders are read, so that an image has the name of its
-    # own folder.
+    # Real folders first, links later: an image gets the path of its real folder, and the result
+    # does not depend on the order of the file system.
     waiting = deque([root])
     while waiting:
         for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):
@@ -119,9 +118,10 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
     if not names:
         others = Counter(path.suffix.lower() for path in root.rglob("*") if path.is_file())
         found = ", ".join(suffix or "files without a suffix" for suffix, _ in others.most_common(3))
+        contents = f"it has {found}" if found else "it is empty"
         raise DualencError(
-            f"no image in this folder ({(f'it has {found}' if found else 'it is empty')})",
-            fix=f"known are {', '.join(IMAGE_SUFFIXES)}",
+            f"no image in this folder ({contents})",
+            fix=f"supported formats are {', '.join(IMAGE_SUFFIXES)}",
             where=folder,
         )
     return sorted(names)
@@ -135,8 +135,10 @@ def printable_names(folder: Path, names: Sequence[str]) -> list[str]:
     escaped = [name if is_utf8(name) and "\n" not in name else _escaped(name) for name in names]
     changed = [new for new, name in zip(escaped, names, strict=True) if new != name]
     if changed:
-        what = f"{len(changed)} names of files are not UTF-8, or have line breaks; their ids have escapes"
-        report_once(f"{folder}: {what} (first: {changed[0]})")
+        report_once(
+            f"{folder}: {len(changed)} file names are not UTF-8, or have line breaks; their ids "
+            f"have escapes (first: {changed[0]})"
+        )
     return escaped
 
 

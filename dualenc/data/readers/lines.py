@@ -44,18 +44,19 @@ _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
     ".xz": lzma.LZMAFile,
 }
 COMPRESSIONS = (*_OPENERS, ".zip")
-"""Suffixes of files that are decompressed while they are read; a zip holds one file."""
+"""Suffixes of files that are decompressed while being read; a zip must hold one file."""
 MAX_LINE_CHARACTERS = 1 << 24
-"""Longer lines, and longer fields of csv, are bad rows, so that no line fills the memory."""
+"""Longer lines and csv fields are bad rows, so that a file without line ends cannot fill memory."""
 
 _TOO_LONG = f"line of more than {MAX_LINE_CHARACTERS:,} characters"
+# A decompression bomb is larger and compresses better than this; texts reach a ratio of 20.
 _MAX_UNPACKED_BYTES = 1 << 30
-_MAX_RATIO = 300  # of larger files, how much they may be compressed: texts reach 20
+_MAX_RATIO = 300
 _BLOCK_BYTES = 1 << 16
-_MAX_ATTEMPTS = 3  # to read a faulty row with backslashes before quotes
-_MISSING = r"\N"  # as MySQL and Hive write a missing value
+_MAX_ATTEMPTS = 3  # faulty rows that are tried with backslash escapes
+_MISSING = r"\N"  # a missing value of MySQL and Hive
 _ESCAPED = re.compile(r'(\\+)"')
-# The first bytes of files that are often named as text.
+# First bytes of files that often have the wrong suffix.
 _SIGNATURES = {
     ".gz file": re.compile(rb"\x1f\x8b\x08"),
     ".zst file": re.compile(rb"\x28\xb5\x2f\xfd"),
@@ -65,7 +66,7 @@ _SIGNATURES = {
     "spreadsheet": re.compile(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"),
     ".parquet file": re.compile(rb"PAR1\x15"),
 }
-# NaN, as `json.dumps` writes the missing values of pandas, is null.
+# `json.dumps` writes the missing values of pandas as NaN: read it as null.
 _parse_json = partial(json.loads, parse_constant=lambda name: None)
 
 
@@ -124,11 +125,14 @@ def _open(path: Path) -> Iterator[TextIO]:
     with explain(
         f"{path}: cannot be read", "check the path and its first line, or convert it to UTF-8"
     ):
+        # Opened twice, since not every decompressed stream is seekable.
         with _decompressed(path) as stream:
             encoding = _encoding(path, stream, is_table)
         if not encoding.startswith("utf-8"):
             _report_encoding(path, encoding)
         with _decompressed(path) as stream:
+            # csv needs the line ends within quoted fields. In other formats only \n ends a line, so
+            # that a lone \r stays part of the text.
             yield io.TextIOWrapper(
                 stream, encoding, "surrogateescape", newline="" if is_table else "\n"
             )
@@ -212,16 +216,18 @@ def _encoding(path: Path, stream: BinaryIO, is_table: bool) -> str:
         if signature.match(block):
             raise DualencError(
                 f"holds a {kind}, not text",
-                fix="name it so, or convert it to text",
+                fix="correct its suffix, or convert it to text",
                 where=path,
             )
     encoding = json.detect_encoding(block)
     while is_table and block and encoding.startswith("utf-8"):
         if not block.isascii():
             line = stream.readline(_BLOCK_BYTES)
-            # A character that the end of a long line's part divides is left out.
+            # `final` is False if a long line was cut, perhaps within a character.
             decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
             text = decoder.decode(block + line, final=len(line) < _BLOCK_BYTES)
+            # `surrogateescape` maps each byte that is not UTF-8 to U+DC80–U+DCFF. One such byte may
+            # be damage; a majority means another encoding.
             accents = sum(character > "\x7f" for character in text)
             broken = sum("\udc80" <= character <= "\udcff" for character in text)
             return "cp1252" if 2 * broken > accents else encoding
@@ -231,8 +237,11 @@ def _encoding(path: Path, stream: BinaryIO, is_table: bool) -> str:
 
 @cache
 def _report_encoding(path: Path, encoding: str) -> None:
-    advice = "for it is not UTF-8; if letters look wrong, convert the file"
-    logger.warning("%s: read as %s, %s", path, encoding, advice)
+    logger.warning(
+        "%s: read as %s, since it is not UTF-8; if letters look wrong, convert the file",
+        path,
+        encoding,
+    )
 
 
 class _LongLine(csv.Error):
@@ -263,6 +272,7 @@ class _Lines(Iterator[str]):
     def __next__(self) -> str:
         line = self._again.popleft() if self._again else self._read()
         self.number += 1
+        # A list may be written on one line of any length, but only before the first record.
         if len(line) > MAX_LINE_CHARACTERS and not self._may_be_list:
             raise _LongLine(_TOO_LONG)
         self._may_be_list = self._may_be_list and line.isspace()
@@ -274,6 +284,7 @@ class _Lines(Iterator[str]):
         line = self._stream.readline(MAX_LINE_CHARACTERS + 1)
         if not line:
             raise StopIteration
+        # One character beyond the limit shows that the line is too long.
         if len(line) > MAX_LINE_CHARACTERS:
             self._may_be_list = self._may_be_list and line.lstrip().startswith("[")
             rest = self._stream.readline if self._may_be_list else self._skip
@@ -321,7 +332,7 @@ def _lines(
             bad_rows.add(
                 "line that is not UTF-8 text", f"{path}:{lines.number}", "convert the file to UTF-8"
             )
-        # Blank lines separate and are no samples.
+        # Blank lines separate records and do not count as bad samples.
         elif not line.isspace():
             yield lines.number, line.removesuffix("\n").removesuffix("\r")
 
@@ -337,6 +348,7 @@ def _json_records(path: Path, stream: TextIO, bad_rows: BadRows) -> Iterator[Num
         try:
             value = _parse_json(line)
         except (ValueError, RecursionError) as error:
+            # The parser counts lines from the start of its text, which begins at `number`.
             position = f"{path}:{number + getattr(error, 'lineno', 1) - 1}"
             fault = str(error).partition(": line ")[0]
             if is_list:
@@ -375,16 +387,17 @@ class _Layout(NamedTuple):
 def _separated(
     path: Path, stream: TextIO, bad_rows: BadRows, quotes: bool | None, names: list[str]
 ) -> Iterator[Numbered]:
-    # The default refuses documents longer than 131,072 characters.
+    # Python's default limit is 131,072 characters, less than long documents have.
     csv.field_size_limit(MAX_LINE_CHARACTERS)
     lines = _Lines(stream)
     layout = _read_layout(path, lines, quotes)
     names += filter(None, layout.header)
+    # A tsv file whose header has no quotes: quotes are text, except where fields show otherwise.
     may_double = quotes is None and not layout.in_quotes
     rows = _without_headers(_read_rows(path, lines, layout), layout.header, path, bad_rows)
     for start, row, fault in rows:
         if fault:
-            # A stray quote swallows the lines up to the next quote: all of them are lost, and
+            # A stray quote swallows the lines up to the next quote: all of them are lost and
             # counted.
             lost = max(1, lines.number + 1 - start)
             reason = (
@@ -396,7 +409,7 @@ def _separated(
         record = {
             name: None if field == _MISSING else field for name, field in zip(layout.header, fields)
         }
-        record.pop("", None)  # an index that pandas or R has written
+        record.pop("", None)  # the index column of pandas or R
         yield lines.number, record
 
 
@@ -424,18 +437,18 @@ def _read_layout(path: Path, lines: _Lines, quotes: bool | None) -> _Layout:
     first = next(lines, "")
     while first.isspace():
         first = next(lines, "")
-    # The comma, or what divides the header into more fields: Excel writes semicolons in half of the
-    # world.
+    # The delimiter that occurs most in the header, preferably the comma. Excel writes semicolons in
+    # countries with a decimal comma. Delimiters within quotes do not count.
     delimiter = max(",;\t", key=re.sub('"[^"]*"', "", first).count)
     if file_format(path) == ".tsv":
         delimiter = "\t"
-    if first[:4] == "sep=" and len(first.strip()) == 5:  # Excel's own
+    if first[:4] == "sep=" and len(first.strip()) == 5:  # Excel's way to declare a delimiter
         delimiter = first[4]
         first = next(lines, "")
-    # In tsv a quote is a character of the text, unless the writer has put even the names of columns
-    # in quotes.
+    # In tsv a quote is part of the text, unless the writer has quoted even the column names.
     in_quotes = delimiter != "\t" or first.startswith('"') if quotes is None else quotes
     start = lines.number
+    # Chained, because a quoted column name may contain line breaks.
     header = next(_Layout([], delimiter, in_quotes).reader(chain([first], lines)), None)
     if not header:
         raise DualencError(
@@ -461,13 +474,14 @@ def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int
     """
     rows = layout.reader(lines)
     attempts = _MAX_ATTEMPTS if layout.in_quotes else 0
-    attempted = 0  # the line of the row that is tried
+    attempted = 0  # first line of the row being tried with escapes
     while True:
         start = lines.start_row()
         row, fault = _next_row(rows, layout.header)
         if row is None:
             return
         if fault and not lines.unescapes and start != attempted and attempts:
+            # csv.reader has no mode for both escapes, so convert the lines and read the row again.
             if any('\\"' in line for line in lines.row):
                 attempts -= 1
                 attempted = start
@@ -475,6 +489,7 @@ def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int
                 lines.rewind()
                 continue
         elif start == attempted and lines.unescapes:
+            # The attempt failed: the quote was stray. Read the row as plain csv and report it.
             if fault:
                 lines.unescapes = False
                 lines.rewind()
@@ -493,8 +508,7 @@ def _next_row(rows: Any, header: list[str]) -> tuple[list[str] | None, str]:
     if not row:
         return row, ""
     surplus = len(row) - len(header)
-    # A delimiter at the end of lines, of the header's or of the others, makes one more field that
-    # is empty.
+    # A delimiter at the end of the header, or of the other lines, makes one more, empty field.
     if surplus == 1 and not row[-1]:
         return row[:-1], ""
     if surplus == -1 and not header[-1]:
@@ -513,8 +527,12 @@ def _quotes_advice(lines: _Lines, layout: _Layout) -> str:
 
 @cache
 def _report_escapes(path: Path, line: int) -> None:
-    how = "from there on a backslash before a quote is left out, as Spark and MySQL write them"
-    logger.warning('%s:%d: \\" in a field; %s', path, line, how)
+    logger.warning(
+        '%s:%d: \\" in a field; from this line on, quotes are read as backslash-escaped, which is '
+        "how Spark and MySQL write them",
+        path,
+        line,
+    )
 
 
 def _unquoted(field: str) -> str:

@@ -15,9 +15,10 @@ import pyarrow.compute as pc
 
 from dualenc.errors import DualencError
 
-# By name: not every version of Arrow has a class for each.
+# By name: not every version of Arrow has a class for each extension type.
 _EXTENSIONS = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
-_STORED = ("arrow.json", "arrow.fixed_shape_tensor", "arrow.opaque")  # as what they store
+# Read as the type that they are stored as.
+_STORED = ("arrow.json", "arrow.fixed_shape_tensor", "arrow.opaque")
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -54,6 +55,7 @@ def plain_batch(
         if column.name in batch.schema.names:
             arrays.append(_plain_array(batch.column(column.name), column.type))
         else:
+            # The file lacks this column: it is a partition key, or null.
             value = keys.get(column.name)
             if pa.types.is_string(column.type) and value is not None:
                 value = str(value)
@@ -72,7 +74,7 @@ def _plain_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if isinstance(array, pa.ExtensionArray):
         return _plain_array(array.storage, kind)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        # Arrow's own cast from list_view gives invalid lists.
+        # Arrow's cast from list_view gives invalid lists, so build them from lengths and values.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
         offsets = pa.array(
             np.cumsum([0, *lengths]), pa.int32() if pa.types.is_list(kind) else pa.int64()

@@ -7,15 +7,16 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualenc.data.bad_rows import BadRows, report_once
+from dualenc.data.bad_rows import report_once
 from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers import column_names as names
-from dualenc.data.readers.beir import BeirPairs, is_collection, read_corpus
+from dualenc.data.readers.beir import BeirPairs, read_corpus
 from dualenc.data.readers.column_names import columns_named, first_of, is_none
-from dualenc.data.readers.detect import check_split, detect
+from dualenc.data.readers.detect import RETRIEVAL_KINDS, check_split, detect
 from dualenc.data.readers.id_columns import usual_id_column
 from dualenc.data.readers.images import split_folder
+from dualenc.data.readers.read_options import ReadOptions
 from dualenc.data.readers.table_pairs import ImageFolderPairs, MinedPairs, TablePairs, are_mined
 from dualenc.data.readers.tables import TableSource
 from dualenc.data.readers.vectors import open_vectors
@@ -27,7 +28,7 @@ from dualenc.types import Modality, OnError, one_or_several
 
 logger = logging.getLogger("dualenc.data")
 
-# A sentence, rather than the name of a column: with its mark at the end, or of many words.
+# A sentence rather than the name of a column: it ends with a punctuation mark, or has many words.
 _SENTENCE = re.compile(r"\s.*[.?!]\s*$|(\S+\s+){5}\S")
 _MAX_NAME = 80
 
@@ -85,11 +86,12 @@ def open_corpus(
     kind = detect(path)
     if columns and kind in ("tars", "images"):
         raise DualencError(
-            "has no columns to keep",
-            fix="give a table that names the images and their columns",
+            "a folder of images or tars lacks columns to keep",
+            fix="give a table of image paths and columns",
             where=path,
         )
-    bad_rows = BadRows(path, on_error)
+    options = ReadOptions(split, quotes, allow_outside, on_error)
+    bad_rows = options.bad_rows(path)
     if kind == "tars":
         check_split(path, split)
         corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
@@ -97,11 +99,11 @@ def open_corpus(
         corpus = image_corpus(split_folder(path, split))
         if label_column is not None and corpus.labels is None:
             raise DualencError(
-                "its images are in no class folders, and it has no columns",
-                fix=f"name the table with {label_column!r}",
+                "its images are not in class folders, and a folder lacks columns",
+                fix=f"give the table that has {label_column!r}",
                 where=path,
             )
-    elif kind == "beir" or is_collection(path):
+    elif kind in RETRIEVAL_KINDS:
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
     elif kind == "vectors" or modality == "vector" or vector_column is not None:
         corpus = open_vectors(
@@ -113,19 +115,13 @@ def open_corpus(
             bad_rows=bad_rows,
         )
     else:
-        source = TableSource(
-            path, bad_rows, split=split, quotes=quotes, allow_outside=allow_outside
-        )
+        source = TableSource(path, bad_rows, options=options)
         main, modality = _main_column(source, part, modality, text_column, image_column)
         title_column = None
+        if text_column is None and part == "corpus" and modality == "text":
+            title_column = _title_column(source, main)
         if modality == "image":
             label_column = label_column or first_of(source.kinds, ("label",), but=main)
-        elif (
-            text_column is None
-            and part == "corpus"
-            and first_of(source.kinds, names.QUERIES) is None
-        ):
-            title_column = first_of(source.kinds, (names.TITLE,), but=main)
         if id_column is None:
             id_column = _usual_ids(source, main, part)
         corpus = table_corpus(
@@ -139,6 +135,14 @@ def open_corpus(
         )
     corpus.skipped = bad_rows.report()
     return corpus
+
+
+def _title_column(source: TableSource, main: str) -> str | None:
+    """Return the column of titles to prepend to documents."""
+    # Beside queries, a title may be theirs rather than the document's.
+    if first_of(source.kinds, names.QUERIES) is not None:
+        return None
+    return first_of(source.kinds, (names.TITLE,), but=main)
 
 
 def open_pairs(
@@ -179,7 +183,7 @@ def open_pairs(
     """
     path = with_home(path)
     kind = detect(path)
-    if kind == "beir" or is_collection(path):
+    if kind in RETRIEVAL_KINDS:
         return BeirPairs(path, split, on_error=on_error)
     if kind == "tars":
         check_split(path, split)
@@ -189,10 +193,9 @@ def open_pairs(
         return ImageFolderPairs(
             folder, weight_column=weight_column, quotes=quotes, on_error=on_error
         )
-    source = TableSource(
-        path, BadRows(path), split=split, quotes=quotes, allow_outside=allow_outside
-    )
-    # Only without named columns: files of mined negatives may have further ones to train on.
+    options = ReadOptions(split, quotes, allow_outside, on_error)
+    source = TableSource(path, options.bad_rows(path), options=options)
+    # A user who names columns may want others of such a file than `pos` and `neg`.
     if left_column is None and right_column is None and are_mined(source):
         return MinedPairs(path, split=split, on_error=on_error)
     left_names = (*names.IMAGES, *names.QUERIES, "filepath", names.TITLE, "file_name")
@@ -201,17 +204,13 @@ def open_pairs(
     right_column = right_column or source.default_column(
         right_names, "right_column", but=left_column
     )
-    return TablePairs(
-        path,
+    return TablePairs.from_source(
+        source,
         left_column,
         right_column,
-        split=split,
         left_modality=left_modality,
         right_modality=right_modality,
         weight_column=weight_column,
-        quotes=quotes,
-        allow_outside=allow_outside,
-        on_error=on_error,
     )
 
 
@@ -219,7 +218,7 @@ def _usual_ids(source: TableSource, main: str, part: str) -> str | None:
     """Return the column of ids of the texts in the main column, which may be queries."""
     if part == "queries" or main in columns_named(source.kinds, names.QUERIES):
         own = usual_id_column(source, main, of_queries=True)
-        # Beside documents their ids are not those of the queries.
+        # If the table also holds documents, the remaining ids are theirs, not those of queries.
         if own is not None or first_of(source.kinds, names.DOCUMENTS, but=main) is not None:
             return own
     return usual_id_column(source, main)
@@ -241,8 +240,10 @@ def _main_column(
     if part == "queries":
         texts = (*names.QUERIES, *names.TEXTS)
     elif first_of(source.kinds, names.QUERIES) is not None:
-        # The right column of such pairs, as in `open_pairs`.
+        # A table of pairs: embed the column that `open_pairs` would use on the right.
         texts = (*names.DOCUMENTS, *names.TEXTS)
+    # In order of preference: a table of images often has captions and labels, but a table of
+    # texts rarely has images. `file` and `path` come last, since texts may have them, too.
     defaults: list[tuple[tuple[str, ...], Modality]]
     defaults = [
         (names.IMAGES, "image"),
@@ -259,7 +260,7 @@ def _main_column(
     argument = "text_column or image_column" if modality is None else f"{modality}_column"
     columns = ", ".join(source.kinds)
     raise DualencError(
-        "cannot tell which column to read",
+        "it is unclear which column to read",
         fix=f"name {argument} (columns: {columns})",
         where=source.path,
     )
@@ -282,6 +283,6 @@ def _only_column(source: TableSource) -> str:
                 where=source.path,
             )
         report_once(
-            f"{source.path}: its first line is read as the name of its only column, {name!r}"
+            f"{source.path}: the first line is read as the name of the only column, {name!r}"
         )
     return name

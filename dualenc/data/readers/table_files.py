@@ -16,19 +16,20 @@ from dualenc.errors import DualencError
 
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 Partition = dict[str, int | str | None]
-"""The keys of the folders that hold a file: of `year=2024/part-0.parquet` the year."""
+"""Keys of the folders that hold a file: {"year": 2024} for `year=2024/part-0.parquet`."""
 
-_MAX_BESIDE = 100_000  # files in subfolders of a table's folder that are looked at
-# Files about the data, by their names without suffixes.
+_MAX_BESIDE = 100_000  # files in subfolders to mention as unread; more would take too long to list
+# Files about the data, by name without suffix.
 _ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "requirements")
 _ABOUT_JSON = ("dataset_info.json", "dataset_infos.json", "dataset-metadata.json", "state.json")
-# What keeps the list of a table's valid files: other files in the folder may be of older versions.
+# Catalogs list the valid files of a table; other files in its folder may be deleted rows.
 _CATALOGS = {
     "_delta_log": "Delta table",
     ".hoodie": "Hudi table",
     "metadata/*.metadata.json": "Iceberg table",
 }
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+# At most 18 digits, which fit into 64 bits. 007 is a text: as a number it would lose its zeros.
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
@@ -85,11 +86,12 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
     for pattern, kind in _CATALOGS.items():
         if next(folder.glob(pattern), None) is not None:
             raise DualencError(
-                f"{kind}, whose log says which of its files are valid",
+                f"this is a {kind}, whose log decides which of its files are valid",
                 fix="write its rows to parquet files in another folder",
                 where=folder,
             )
     files = [file for file in (*files_in(folder), *files_in(folder / "data")) if is_table(file)]
+    # `data` is one of the subfolders. If its files are the table, do not list them as unread.
     seen = set(files)
     most = _MAX_BESIDE if files else None
     subfolders: dict[str, list[Path]] = {}
@@ -100,8 +102,8 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
     below = [file.relative_to(folder).as_posix() for group in subfolders.values() for file in group]
     if files and parts:
         raise DualencError(
-            f"a table ({files[0].name}) beside partitions ({min(parts)})",
-            fix="move one of them to a folder of its own",
+            f"a table ({files[0].name}) lies beside partitions ({min(parts)})",
+            fix="move one of them to a separate folder",
             where=folder,
         )
     if files:
@@ -131,7 +133,7 @@ def _by_first_word(files: Iterable[Path]) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
     for file in files:
         word = first_word(file.name)
-        # Numbers tell parts apart, not splits.
+        # Numbers distinguish parts, not splits.
         splits.setdefault("" if word.isdecimal() else word, []).append(file)
     return splits
 
@@ -143,7 +145,7 @@ def _partition_keys(folder: Path, file: Path) -> dict[str, str]:
 
 
 def has_splits(splits: Collection[str]) -> bool:
-    """Return True if names of `split_tables` are splits; a single other name stands for all files."""
+    """Return True if names of `split_tables` are splits; one other name stands for all files."""
     return len(splits) != 1 or any(map(is_split, splits))
 
 
@@ -180,6 +182,7 @@ def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
         return []
     partitions: list[Partition] = [dict(row) for row in rows]
     for name in names:
+        # One text among the values makes all of them texts: a column has one type.
         values = [row[name] for row in rows if row.get(name, _NULL_PARTITION) != _NULL_PARTITION]
         are_numbers = all(map(_WHOLE_NUMBER.fullmatch, values))
         for row in partitions:
@@ -188,5 +191,5 @@ def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
                 None if value == _NULL_PARTITION else int(str(value)) if are_numbers else value
             )
     shown = ", ".join(sorted(names))
-    report_once(f"{folder}: the folders of its partitions are read as columns: {shown}")
+    report_once(f"{folder}: the names of partition folders are read as columns: {shown}")
     return partitions

@@ -28,9 +28,10 @@ from dualenc.data.readers.column_names import (
     first_of,
     is_none,
 )
-from dualenc.data.readers.detect import CAPTION_FILES, ONLY_SPLIT
+from dualenc.data.readers.detect import CAPTION_FILES
 from dualenc.data.readers.images import existing_file, find_images, split_folder
 from dualenc.data.readers.lines import Record, read_records
+from dualenc.data.readers.read_options import ONLY_SPLIT, ReadOptions
 from dualenc.data.readers.relevance import Labels, as_number, label_columns, read_labels
 from dualenc.data.readers.tables import ColumnKind, DataTable, TableSource
 from dualenc.data.readers.vectors import open_vectors
@@ -40,6 +41,7 @@ from dualenc.types import Items, Modality, OnError
 
 logger = logging.getLogger("dualenc.data")
 
+# neg, negative, negatives, hard_negative, negative_1, …: names in data sets of sentence-transformers.
 _NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 
@@ -63,7 +65,8 @@ class ColumnPairs(PairDataset):
         weights = None
         if weight_column is not None:
             weights = _weights(table, weight_column)
-            reason = f"no weight of 0 or more in column {weight_column!r}"
+            reason = f"no weight >= 0 in column {weight_column!r}"
+            # A fault of the row, so that it is counted once, even if it holds several captions.
             left = left.with_fault(reason, ~np.isfinite(weights), "fix the row")
         if labels is not None:
             left, right = without_unlabeled(left, right, labels)
@@ -72,6 +75,7 @@ class ColumnPairs(PairDataset):
         pair_weights = None if weights is None else weights[rows]
         if labels is not None:
             pair_weights = labels.of_pairs(right, paired)
+            # All ones are the same as no weights.
             if (pair_weights == 1).all():
                 pair_weights = None
         items = right.items
@@ -79,9 +83,11 @@ class ColumnPairs(PairDataset):
         negatives = None
         if negative_columns:
             negatives = _read_negatives(negative_columns, rows, len(right.items), max_negatives)
+            # Positives and negatives share one space of positions, so that a text that is both
+            # gets one id.
             items = Joined([items, *(column.items for column in negative_columns)])
             used = np.concatenate([paired, distinct(negatives.values)])
-        # Only items that a pair uses get a number: ids have no gaps.
+        # Only items that a pair uses get a number, so that ids are contiguous.
         used_rows, pair_row = np.unique(rows, return_inverse=True)
         left_first, left_number = number_items(left.items, used_rows, deduplicate)
         right_first, number = number_items(items, used, deduplicate)
@@ -109,8 +115,8 @@ class ColumnPairs(PairDataset):
         """
         ids = Ragged(right_number[positions.values], positions.offsets)
         query = np.repeat(self.left_id, ids.lengths)
-        # A pair as one number, to look for all (query, negative) among all (query, positive) at
-        # once.
+        # Encode (query, document) as one integer: one `isin` then finds every negative that is a
+        # positive of its query in any row.
         pairs = self.left_id * self.num_right + self.right_id
         positive = np.isin(query * self.num_right + ids.values, pairs)
         if positive.any():
@@ -120,6 +126,7 @@ class ColumnPairs(PairDataset):
             table.bad_rows.add(
                 reason, position, "remove it from the negatives", int(positive.sum())
             )
+        # Equal texts share an id, so a negative may be listed twice in a row.
         self.negatives = ids.keep(~positive & ids.first_in_row())
 
 
@@ -134,8 +141,9 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
         )
     good_rows = left.usable()
     in_good_row = good_rows[right.rows]
+    # A row that is bad on the left counts once, whatever it holds on the right.
     left.skip()
-    # A row with an empty list has no value on the right that could be counted as bad.
+    # An empty list has no value that could be counted as bad, so count its row.
     is_empty = np.bincount(right.rows, minlength=len(good_rows)) == 0
     right.skip(in_good_row, np.flatnonzero(is_empty & good_rows))
     paired = np.flatnonzero(right.usable() & in_good_row)
@@ -159,15 +167,16 @@ def _read_negatives(
 ) -> Ragged:
     """Return the positions, counted from `start`, of the negatives in each row of the table."""
     for column in columns:
-        # An empty cell is no negative, and its pair stays: only what is empty in a list is a bad
-        # sample.
+        # An empty cell means that the pair lacks a negative, which is fine; an empty entry in a
+        # list is a bad sample.
         column.skip(True if column.is_list else ~column.is_empty)
     usable = np.concatenate([column.usable() for column in columns])
     rows = np.concatenate([column.rows for column in columns])
     num_rows = len(columns[0].table)
-    # Negatives of rows without a pair are never used, and would be items without a query.
+    # Negatives of rows without a pair are never drawn, and would only enlarge the corpus.
     has_pair = np.bincount(paired_rows, minlength=num_rows) > 0
     to_use = np.flatnonzero(usable & has_pair[rows])
+    # Stable, so that negatives of a row keep their order and max_negatives keeps the first ones.
     to_use = to_use[np.argsort(rows[to_use], kind="stable")]
     positions = Ragged.from_sorted(rows[to_use], start + to_use, num_rows)
     if max_negatives is not None:
@@ -235,15 +244,56 @@ class TablePairs(ColumnPairs):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        source = TableSource(
-            path,
-            BadRows(path, on_error),
-            split=split,
-            subset=subset,
-            quotes=quotes,
-            allow_outside=allow_outside,
+        options = ReadOptions(split, quotes, allow_outside, on_error)
+        source = TableSource(path, options.bad_rows(path), options=options, subset=subset)
+        self._read(
+            source,
+            left_column,
+            right_column,
+            negative_column,
+            left_modality=left_modality,
+            right_modality=right_modality,
+            weight_column=weight_column,
+            deduplicate=deduplicate,
         )
+
+    @classmethod
+    def from_source(
+        cls,
+        source: TableSource,
+        left_column: str,
+        right_column: str,
+        *,
+        left_modality: Modality | None = None,
+        right_modality: Modality | None = None,
+        weight_column: str | None = None,
+    ) -> TablePairs:
+        """Read pairs from a table whose columns have been examined, without examining it again."""
+        pairs = cls.__new__(cls)
+        pairs._read(
+            source,
+            left_column,
+            right_column,
+            left_modality=left_modality,
+            right_modality=right_modality,
+            weight_column=weight_column,
+        )
+        return pairs
+
+    def _read(
+        self,
+        source: TableSource,
+        left_column: str,
+        right_column: str,
+        negative_column: str | Sequence[str] | None = None,
+        *,
+        left_modality: Modality | None,
+        right_modality: Modality | None,
+        weight_column: str | None,
+        deduplicate: bool = True,
+    ) -> None:
         kinds = source.kinds
+        # `None` looks for columns by name, [] reads none.
         if negative_column is None:
             negative_column = _default_negatives(source, (left_column, right_column))
         negatives = [negative_column] if isinstance(negative_column, str) else list(negative_column)
@@ -251,9 +301,11 @@ class TablePairs(ColumnPairs):
         if (left_modality or kinds.get(left_column)) == "vector":
             columns[left_column] = "vector"
         elif source.written_lists.get(left_column) == "list":
+            # Opened as lists only to be refused by a clear message: left items are single.
             columns[left_column] = "list"
         if (right_modality or kinds.get(right_column)) == "vector":
             columns[right_column] = "vector"
+        # Negatives are right items, so they are read the same way.
         columns |= dict.fromkeys(negatives, columns[right_column])
         likely = label_columns(kinds, columns) if weight_column is None else []
         weight_column = None if is_none(weight_column) else weight_column
@@ -264,7 +316,8 @@ class TablePairs(ColumnPairs):
         left = read_column(table, left_column, left_modality)
         right = read_column(table, right_column, right_modality)
         beside_images = "image" in (left.modality, right.modality)
-        super().__init__(
+        ColumnPairs.__init__(
+            self,
             left,
             right,
             [read_column(table, name, right.modality) for name in negatives],
@@ -285,7 +338,7 @@ def _default_negatives(source: TableSource, but: tuple[str, str]) -> list[str]:
         if match and name not in but:
             if source.holds_numbers(name) and not source.holds_numbers(but[1]):
                 logger.warning(
-                    "%s: column %r holds numbers, and is not read as mined negatives",
+                    "%s: column %r holds numbers and is not read as mined negatives",
                     source.path,
                     name,
                 )
@@ -336,7 +389,7 @@ class MinedPairs(ColumnPairs):
     ) -> None:
         if (queries is None) != (documents is None):
             raise DualencError(
-                "queries and documents are given together",
+                "queries and documents must be given together",
                 fix="name the vectors of both",
                 where=path,
             )
@@ -349,7 +402,7 @@ class MinedPairs(ColumnPairs):
         else:
             left = open_vectors(queries, bad_rows=bad_rows)
             right = open_vectors(documents, bad_rows=bad_rows)
-            # Of vectors the file holds the ids alone.
+            # The vectors are in `queries` and `documents`; the file only holds their ids.
             source = _mined_source(path, bad_rows, split, _mined_ids)
             table = source.open(columns, optional=("neg",))
             query = read_ids(table, "query", left.ids, left.items)
@@ -358,7 +411,7 @@ class MinedPairs(ColumnPairs):
         for name in label_columns(source.kinds, columns):
             if source.kinds[name] == "value":
                 logger.warning(
-                    "%s: column %r is not read: pos and neg say what matches", path, name
+                    "%s: column %r is ignored: pos and neg decide what matches", path, name
                 )
         super().__init__(query, pos, [neg], max_negatives=max_negatives)
 
@@ -367,19 +420,19 @@ def _mined_source(
     path: str | Path, bad_rows: BadRows, split: str, reshape: Callable[[Record], Record]
 ) -> TableSource:
     """Open a table of mined negatives; parquet rows with nested passages are read as records."""
-    source = TableSource(path, bad_rows, split=split, reshape=reshape)
+    source = TableSource(path, bad_rows, options=ReadOptions(split=split), reshape=reshape)
     if "positive_passages" in source.kinds and source.dataset is None:
         return replace(source, as_records=True)
     if "positive_passages" in source.kinds:
         raise DualencError(
-            "has nested passages, which are read from files",
-            fix='save it by Dataset.to_json("mined.jsonl") and name that file',
+            "nested passages can only be read from files",
+            fix='save it with Dataset.to_json("mined.jsonl") and give that file',
             where=path,
         )
     return source
 
 
-# Named functions, not partials: the cache of a table is keyed by the function's name.
+# Named functions, not partials or lambdas: the cache of a table is keyed by the function's name.
 
 
 def _mined_texts(record: Record) -> Record:
@@ -415,7 +468,7 @@ def _flat_passages(record: Record, value_of: Callable[[Record], Any]) -> Record:
 
 def _text_of_passage(passage: Record) -> str | Record:
     parts = [passage.get(name) for name in ("title", "text")]
-    # Left as it is, for the reader of the column to refuse.
+    # Unchanged, so that the reader of the column refuses it and names the line.
     if any(not isinstance(part, (str, NoneType)) for part in parts):
         return passage
     return " ".join(part or "" for part in parts).strip()
@@ -450,6 +503,7 @@ class ImageFolderPairs(ColumnPairs):
     ) -> None:
         folder = with_home(Path(path))
         file = _captions_file(folder)
+        # A table of captions in the folder itself covers all its splits.
         if file is None:
             folder = split_folder(folder, ONLY_SPLIT)
             file = _captions_file(folder)
@@ -462,7 +516,9 @@ class ImageFolderPairs(ColumnPairs):
             caption_column = "captions"
         else:
             # Links among a folder's images are followed.
-            source = TableSource(file, bad_rows, quotes=quotes, allow_outside=True)
+            # Only rows whose image was found in the folder are kept below, so paths are safe.
+            options = ReadOptions(quotes=quotes, allow_outside=True)
+            source = TableSource(file, bad_rows, options=options)
             image_column = source.default_column(IMAGE_FILES, "image_column")
             caption_column = source.default_column(CAPTIONS, "caption_column")
             columns: dict[str, ColumnKind] = {image_column: "value", caption_column: "list"}
@@ -493,7 +549,7 @@ def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> Dat
 
     Rows are matched by name, so their paths cannot lead out of the folder.
     """
-    # Accents may be composed otherwise in the table than in the names of files.
+    # macOS decomposes accents in file names (NFD), most tables compose them (NFC).
     known = {unicodedata.normalize("NFC", name) for name in names}
     rows = []
     for row, name in enumerate(Column(table, image_column, "text").values()):
@@ -502,6 +558,7 @@ def _rows_of_files(table: DataTable, image_column: str, names: list[str]) -> Dat
         else:
             fix = f"{name!r} is not in {table.root}"
             table.bad_rows.add("image that is not in the folder", table.position(row), fix)
+    # `select` only adds an index of rows; Arrow data is read directly, so it must be flattened.
     if len(rows) == len(table):
         return table
     return replace(table, dataset=table.dataset.select(rows).flatten_indices())
@@ -527,7 +584,7 @@ def _table_of_text_files(folder: Path, names: list[str], bad_rows: BadRows) -> D
             fix = f"write one to {file.name}"
             bad_rows.add("image without a caption", str(folder / name), fix)
     bad_rows.require(len(rows), "image with a caption")
-    # Explicit, because an empty first list has no type to infer.
+    # Explicit, because the type of an empty first list cannot be inferred.
     features = Features({"image": Value("string"), "captions": List(Value("string"))})
     dataset = Dataset.from_list(rows, features=features)
     return DataTable(str(folder), dataset, bad_rows, folder, allow_outside=True)
@@ -599,10 +656,10 @@ class TableViews(ImageViews):
         quotes: bool | None = None,
         on_error: OnError = "skip",
     ) -> None:
-        bad_rows = BadRows(path, on_error)
-        source = TableSource(
-            path, bad_rows, split=split, subset=subset, quotes=quotes, allow_outside=allow_outside
-        )
+        options = ReadOptions(split, quotes, allow_outside, on_error)
+        bad_rows = options.bad_rows(path)
+        source = TableSource(path, bad_rows, options=options, subset=subset)
+        # A column that the user named must exist; the default may be missing.
         optional = () if label_column else ("label",)
         label_column = label_column or "label"
         corpus = table_corpus(

@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 
 from dualenc.data.bad_rows import BadRows, report_once
 from dualenc.data.readers.column_names import first_of
-from dualenc.data.readers.detect import ONLY_SPLIT, check_split, detect
+from dualenc.data.readers.detect import check_split, detect_locally
 from dualenc.data.readers.lines import COMPRESSIONS, Numbered, Record, file_format, read_records
 from dualenc.data.readers.plain_types import check_types, plain_batch, plain_type
+from dualenc.data.readers.read_options import ONLY_SPLIT, ReadOptions
 from dualenc.data.readers.table_files import (
     TABLE_FORMATS,
     Partition,
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dualenc.data")
 
 ColumnKind = Literal["value", "list", "vector"]
+# Columns that hold the position of each row, so that errors name file and line.
 FILE = "__file__"
 LINE = "__line__"
-"""Columns that hold the position of each row."""
 
 _TYPES: dict[ColumnKind, pa.DataType] = {
     "value": pa.large_string(),
@@ -63,7 +64,7 @@ _CONVERSIONS = {
     ),
     ".zip": "unpack it, or name it by what the one file in it is, such as x.csv.zip",
 }
-"""What to do with files of other formats."""
+"""Advice for files of other formats, by suffix."""
 _PARQUET_ADVICE = "write all files with the same types, or fetch it again"
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?|nan", re.IGNORECASE)
 _NAMES = {
@@ -74,8 +75,8 @@ _NAMES = {
     int: "a number",
     float: "a number",
 }
-_RECORDS_EXAMINED = 1000  # of each file, to see what its columns hold
-_FILES_EXAMINED = 8  # whose values are looked at
+_RECORDS_EXAMINED = 1000  # records of each file that decide the kinds of columns
+_FILES_EXAMINED = 8  # files whose values are examined
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,8 @@ class TableSource:
     bad_rows: BadRows
     _: KW_ONLY
     dataset: Dataset | None = None
-    split: str = ONLY_SPLIT
+    options: ReadOptions = field(default_factory=ReadOptions)
     subset: str | None = None
-    quotes: bool | None = None
-    allow_outside: bool = False
     reshape: Callable[[Record], Record] = dict
     as_records: bool = False
 
@@ -168,13 +167,15 @@ class TableSource:
         self.path = with_home(self.path)
         self.files: list[Path] = []
         self._partitions: list[Partition] = []
-        kind = detect(self.path) if self.dataset is None else None
+        kind = detect_locally(self.path) if self.dataset is None else None
+        split = self.options.split
         if kind == "hub":
-            self.dataset = load_from_hub(str(self.path), self.subset, self.split)
+            self.dataset = load_from_hub(str(self.path), self.subset, split)
         elif kind in ("saved", "saved_splits"):
-            self.dataset = _load_saved(self.path, self.split)
+            self.dataset = _load_saved(self.path, split)
         elif kind is not None:
-            self.files = _find_files(self.path, self.split)
+            self.files = _find_files(self.path, split)
+        # `_find_files` has made sure that all files are of one format.
         is_parquet = bool(self.files) and file_format(self.files[0]) == ".parquet"
         self._is_lines = bool(self.files) and (self.as_records or not is_parquet)
         if self._is_lines and len(self.files) > 1:
@@ -193,6 +194,7 @@ class TableSource:
             kinds = {column.name: kind_of_type(column.type) for column in self._schema}
             return kinds | self.written_lists
         found: dict[str, ColumnKind | None] = {}
+        # A separate count, since these records are read again when columns are opened.
         bad_rows = BadRows(self.path)
         headers: dict[Path, list[str]] = {}
         for file in self.files:
@@ -230,7 +232,7 @@ class TableSource:
             ):
                 own = [name for name in names if name in opened.schema_arrow.names]
                 batches = opened.iter_batches(batch_size=_RECORDS_EXAMINED, columns=own)
-                # What is damaged is told by the reader of its column.
+                # Damaged text only matters if its column is read; the reader then reports it.
                 with suppress(UnicodeDecodeError):
                     records += next(iter(batches), pa.RecordBatch.from_pylist([])).to_pylist()
         return records
@@ -264,10 +266,11 @@ class TableSource:
     ) -> Iterator[Numbered]:
         """Yield the numbered records of a file of lines, or rows of a parquet file."""
         if file_format(file) != ".parquet":
-            yield from read_records(file, bad_rows, self.quotes, names)
+            yield from read_records(file, bad_rows, self.options.quotes, names)
             return
         with explain(f"{file}: cannot be read", _PARQUET_ADVICE), pq.ParquetFile(file) as opened:
             columns = opened.schema_arrow
+            # A record of a view or dictionary column would not be a plain Python value.
             schema = pa.schema([each.with_type(plain_type(each.type)) for each in columns])
             start = 0
             for batch in opened.iter_batches(batch_size=BATCH_ROWS):
@@ -297,7 +300,7 @@ class TableSource:
         name = first_of(self.kinds, names, but)
         if name is None:
             raise DualencError(
-                f"cannot tell which column is {argument}",
+                f"it is unclear which column is {argument}",
                 fix=f"name it (columns: {', '.join(self.kinds)})",
                 where=self.path,
             )
@@ -310,11 +313,9 @@ class TableSource:
         check_columns(self.path, self.kinds, [name for name in columns if name not in optional])
         written = [name for name in self.written_lists if columns.get(name, "value") != "value"]
         for name in written:
-            logger.warning(
-                "%s: column %r is read as lists, which are written as texts in it", self.path, name
-            )
+            logger.warning("%s: column %r is parsed as lists written as texts", self.path, name)
         for name, kind in columns.items():
-            # Of lines each row would be a bad one, and the text would be blamed.
+            # Fail here: later every row would be a bad row, blamed on its line.
             is_list_only = (
                 self._is_lines and name in self.kinds and name not in self._with_single_values
             )
@@ -327,18 +328,18 @@ class TableSource:
         dataset = self.dataset
         if dataset is not None and written:
             raise DualencError(
-                f"column {written[0]!r} holds lists that are written as texts",
-                fix="save them as lists, or the data set as csv",
+                f"column {written[0]!r} holds lists written as texts",
+                fix="save them as lists, or save the data set as csv",
                 where=self.path,
             )
-        # The name of a data set of the hub is no folder here, so that no path of its rows leads to
-        # an image.
+        # The name of a hub data set is not a local folder, so that paths in its rows cannot lead
+        # to local images.
         root = Path(self.path)
         if dataset is None:
             dataset = self._read_lines(columns) if self._is_lines else self._read_parquet(columns)
             root = self.files[0].parent
         return DataTable(
-            str(self.path), dataset, self.bad_rows, root, self.files, self.allow_outside
+            str(self.path), dataset, self.bad_rows, root, self.files, self.options.allow_outside
         )
 
     def _read_lines(self, columns: Mapping[str, ColumnKind]) -> Dataset:
@@ -349,13 +350,15 @@ class TableSource:
         def batches(bad_rows: BadRows) -> Iterator[pa.RecordBatch]:
             return record_batches(self._rows_of_lines(columns, bad_rows), schema)
 
+        # Everything that changes the result. What is empty in old caches is left out of the key,
+        # so that they stay valid.
         key: tuple[Any, ...] = (
             columns,
-            self.quotes,
+            self.options.quotes,
             self.bad_rows.on_error,
             self.reshape.__qualname__,
+            self._partitions,
         )
-        key = (*key, self._partitions)
         if self.written_lists:
             key = (*key, self.written_lists)
         return cached_dataset(batches, schema, self.files, key, self.bad_rows)
@@ -366,6 +369,7 @@ class TableSource:
         for number, file in enumerate(self.files):
             partition = self._partitions[number] if self._partitions else {}
             for line, record in self._records(file, bad_rows):
+                # A column in the file takes precedence over the name of its folder.
                 values = self.reshape({**partition, **record})
                 row = {FILE: number, LINE: line}
                 name = ""
@@ -395,7 +399,7 @@ class TableSource:
             with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
                 schema = pq.read_schema(file)
                 for index, column in enumerate(schema):
-                    # Dictionaries differ from row group to row group.
+                    # Row groups may have different dictionaries, which do not unify.
                     if pa.types.is_dictionary(column.type):
                         schema = schema.set(index, column.with_type(column.type.value_type))
                 schemas = [pa.unify_schemas([*schemas, schema], promote_options="permissive")]
@@ -431,7 +435,7 @@ class TableSource:
         for name in written:
             parsed = parsed.set(names.index(name), pa.field(name, _TYPES[columns[name]]))
 
-        # Read no further ahead than a batch: otherwise a file is in memory twice.
+        # Do not read ahead more than one batch: otherwise a file is in memory twice.
         options: dict[str, Any] = {
             "batch_size": BATCH_ROWS,
             "batch_readahead": 1,
@@ -445,6 +449,7 @@ class TableSource:
             for number, file in enumerate(self.files):
                 keys = self._partitions[number] if self._partitions else {}
                 with explain(f"{file}: cannot be read", _PARQUET_ADVICE):
+                    # The union schema fills columns that this file lacks with nulls.
                     data = pyarrow.dataset.dataset(file, schema=stored, format="parquet")
                     for batch in data.to_batches(**options):
                         plain = plain_batch(batch, schema, keys)
@@ -460,14 +465,15 @@ def _check_headers(headers: Mapping[Path, list[str]]) -> None:
     for file, other in others:
         if len(other) != len(names) or set(other) == set(names):
             continue
-        problem = f"its first line ({_shown(other)}) is not that of {first.name} ({_shown(names)})"
+        # Some shared names suggest a dropped column, none that the file lacks a header.
+        problem = f"its first line ({_shown(other)}) differs from {first.name}'s ({_shown(names)})"
         if set(other).isdisjoint(names):
             raise DualencError(
                 problem,
-                fix="write the same names of columns into the first line of each file",
+                fix="write the same column names into the first line of each file",
                 where=file,
             )
-        report_once(f"{file}: {problem}; a row has no value in a column that its file lacks")
+        report_once(f"{file}: {problem}; values of columns that a file lacks are missing")
 
 
 def _shown(names: list[str]) -> str:
@@ -481,7 +487,7 @@ def _with_lists(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     for column, field_ in zip(batch.columns, schema, strict=True):
         if column.type != field_.type:
             lists = [parse_list(value) for value in column.to_pylist()]
-            # Numbers, too, where lists of texts are read.
+            # Lists of texts may hold numbers, too, which become texts.
             lists = [
                 values and _CONVERTERS[_kind_of_lists(field_.type)](values) for values in lists
             ]
@@ -547,6 +553,7 @@ def _kind_of_value(value: Any) -> ColumnKind | None:
     """
     if not isinstance(value, list):
         return None if value is None else "value"
+    # Integers occur in lists of ids and in vectors, so they decide nothing.
     types = {*map(type, value)} - {int, NoneType}
     if not types:
         return None
@@ -555,12 +562,12 @@ def _kind_of_value(value: Any) -> ColumnKind | None:
 
 def _text(value: Any) -> str | None:
     if isinstance(value, str):
-        # Half a surrogate pair, which JSON can escape, is no text: a UnicodeEncodeError.
+        # JSON can escape half of a surrogate pair; encoding it raises UnicodeEncodeError.
         value.encode()
         return value
     if isinstance(value, (dict, list)):
         raise TypeError(f"{_NAMES[type(value)]} where one text is expected")
-    # Numbers and truth values.
+    # Numbers and truth values as in JSON: `true`, and not Python's `True`.
     return None if value is None else json.dumps(value)
 
 
@@ -580,6 +587,7 @@ def _vector(value: Any) -> list[float] | None:
         raise TypeError(
             f"{_NAMES.get(type(value), type(value).__name__)} where a list of numbers is expected"
         )
+    # Python integers and JSON numbers may exceed what a float holds.
     return [math.nan if entry is None or abs(entry) > 1e300 else float(entry) for entry in value]
 
 
@@ -594,7 +602,8 @@ def load_from_hub(name: str, subset: str | None, split: str | None = None) -> An
     """Load a split of a hub data set, in the syntax of `datasets`, or all splits by name."""
     import datasets
 
-    failure = f"{name}: no such file here, and as a dataset of the hub it does not load"
+    # Nothing distinguishes a mistyped path from a hub name, so mention both.
+    failure = f"{name}: not a local file, and loading it as a hub data set fails"
     with explain(failure, "check the name, subset and split, and the network"):
         return datasets.load_dataset(name, subset, split=split, **cache_option(name))
 
@@ -622,7 +631,7 @@ def _find_files(source: str | Path, split: str) -> list[Path]:
     fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
     if not files:
         problem = (
-            "no table in this folder (ImageFolderViews reads images)"
+            "no table in this folder (use ImageFolderViews for images)"
             if is_folder
             else "no such file"
         )
@@ -643,6 +652,7 @@ def _find_files(source: str | Path, split: str) -> list[Path]:
 def _files_of_glob(pattern: str) -> list[Path]:
     """Return the files that match a glob, without those that Spark and Arrow add to tables."""
     files = glob_files(pattern)
+    # `*` also matches _SUCCESS and _metadata, which the user does not mean.
     added = [
         file
         for file in files
@@ -659,9 +669,10 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
         check_split(folder, split, sorted(filter(None, splits)))
     check_split(folder, split)
     ((name, files),) = splits.items()
-    # Parts with numbers for names are no guess.
+    # Numbered parts belong together; a common first word may mean something else, so report it.
     if name:
         report_once(
-            f"{folder}: no file is named like a split; all {name}* are read as {split} ({len(files)} files)"
+            f"{folder}: no file is named like a split; all {name}* are read as {split} "
+            f"({len(files)} files)"
         )
     return files

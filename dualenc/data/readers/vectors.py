@@ -15,8 +15,9 @@ from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
 from dualenc.data.item_lists import Picked, VectorItems, number_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.column_names import VECTORS, is_none
-from dualenc.data.readers.detect import ONLY_SPLIT, check_split, detect
+from dualenc.data.readers.detect import check_split, detect_locally
 from dualenc.data.readers.id_columns import usual_id_column
+from dualenc.data.readers.read_options import ONLY_SPLIT, ReadOptions
 from dualenc.data.readers.tables import TableSource, check_columns
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
@@ -59,6 +60,7 @@ class VectorPairs(PairDataset):
         rows = rows_of(rights.ids, lefts.ids)
         unpaired = sorted(set(lefts.ids) ^ set(rights.ids))
         if unpaired:
+            # One entry for both sides, since a missing id shows on the other side.
             reason = "vector without a partner of the same id"
             fix = "give it one or remove it"
             bad_rows.add(reason, f"id {unpaired[0]!r}", fix, len(unpaired))
@@ -98,12 +100,13 @@ def open_vectors(
     """
     columns = list(one_or_several(columns))
     source = with_home(source)
-    if detect(source) == "vectors":
+    if detect_locally(source) == "vectors":
         check_split(source, split)
         return _open_matrix(source, columns, bad_rows)
-    table = TableSource(source, bad_rows, split=split)
+    table = TableSource(source, bad_rows, options=ReadOptions(split=split))
     if column is None:
         lists = [name for name, kind in table.kinds.items() if kind == "vector"]
+        # A single column of vectors needs no common name.
         usual = [*VECTORS, *lists] if len(lists) == 1 else VECTORS
         column = table.default_column(usual, "the vectors")
     if id_column is None:
@@ -133,7 +136,7 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
     for reason, (bad, fix) in faults.items():
         if bad.any():
             bad_rows.add(reason, position_of(int(np.argmax(bad))), fix, int(bad.sum()))
-    names = list(opened.ids)  # much faster than one by one
+    names = list(opened.ids)  # decodes in blocks, much faster than one by one
     rows = np.flatnonzero(usable(faults))
     ids, positions = distinct_ids(names, rows, bad_rows, position_of, "vector")
     selected = stored.select(columns).take(positions) if columns else None
@@ -151,14 +154,14 @@ def load_npy(path: Path) -> np.ndarray:
             fix="give a .npy file of shape (N, D)",
             where=path,
         )
-    with explain(f"{path}: no readable .npy file", "write it with numpy.save"):
+    with explain(f"{path}: not a readable .npy file", "write it with numpy.save"):
         matrix: np.ndarray = np.lib.format.open_memmap(path, mode="r")
     if matrix.ndim == 1:
         matrix = matrix[None]
     if matrix.ndim != 2 or not matrix.size or matrix.dtype.kind not in "fiu":
         raise DualencError(
-            f"holds {matrix.dtype} of shape {matrix.shape}, where numbers of shape (N, D) "
-            "are needed",
+            f"holds {matrix.dtype} of shape {matrix.shape}, not numbers of shape (N, D)",
+            fix="save a matrix with a vector in each row",
             where=path,
         )
     return matrix

@@ -30,17 +30,16 @@ from dualenc.io.decoding import MAX_BYTES, decode_image
 from dualenc.io.reading import glob_files, is_utf8, open_regular, with_home
 from dualenc.types import Modality, OnError
 
-# Up to the first dot of the file name, and what follows it.
+# webdataset's convention: a sample's name ends at the first dot of the file name.
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
-# What files of an extension hold, and which of several files of a sample is taken: that of the
-# lowest rank.
+# Modality and rank of each extension; if a sample has several images, the lowest rank is read.
 _ROLES = {suffix[1:]: ("image", rank) for rank, suffix in enumerate(IMAGE_SUFFIXES)} | {
     "txt": ("text", 0)
 }
 _NAMES = {"image": "jpg;jpeg;png;webp;…", "text": "txt"}
 _FIX_NAME = "add it; a sample's name ends at its first dot"
 _POSITIONS = ("image_offset", "image_size", "text_offset", "text_size")
-# The place of a sample in its file is its name.
+# A sample's name serves as its "line" in error messages.
 _SCHEMA = pa.schema([(LINE, pa.large_string()), *((name, pa.int64()) for name in _POSITIONS)])
 
 
@@ -127,7 +126,7 @@ class _TarFiles:
         self.tar = samples.column(FILE).to_numpy()
         self.offset = pc.fill_null(samples.column(f"{modality}_offset"), -1).to_numpy()
         self.size = pc.fill_null(samples.column(f"{modality}_size"), -1).to_numpy()
-        # Texts are stripped: those of different sizes may be equal.
+        # Texts are stripped, so texts of different sizes may be equal: compare all of them.
         self.key_sizes = self.size if modality == "image" else np.zeros(len(self.size))
 
     def __len__(self) -> int:
@@ -141,7 +140,7 @@ class _TarFiles:
         text = data.decode("utf-8-sig", "surrogateescape").strip()
         if not text or not is_utf8(text):
             raise BadSample(
-                "its .txt holds no text in UTF-8",
+                "its .txt is empty or not UTF-8",
                 fix="convert it or remove the sample",
                 where=position,
             )
@@ -155,7 +154,7 @@ class _TarFiles:
         """Return the contents of a sample's file; raise a `BadSample` if it cannot be read."""
         tar = self.samples.files[self.tar[index]]
         try:
-            # Opened for each read: safe to fork, and thousands of shards do not exceed the limit of
+            # Opened for each read: safe to fork, and thousands of shards stay below the limit of
             # open files.
             with open_regular(tar) as stream:
                 stream.seek(self.offset[index])
@@ -215,7 +214,7 @@ def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
     tar_size = tar.stat().st_size
     with open_regular(tar) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in tqdm(archive, desc=tar.name, unit=" files", delay=2, leave=False):
-            # A header that leads back would be read for ever.
+            # A header that points backwards would make an endless loop.
             if member.size < 0 or member.offset < end:
                 raise tarfile.ReadError("a member has a negative size")
             if (
@@ -225,7 +224,7 @@ def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
             ):
                 raise tarfile.ReadError(f"{member.name} is cut off")
             end = member.offset + 1
-            # tarfile would keep them: a million in memory.
+            # Forget earlier members: tarfile would keep millions of them in memory.
             archive.members = []  # type: ignore[attr-defined]
             yield member
 
@@ -243,6 +242,7 @@ def _add_member(
     if not member.isreg() or member.issparse():
         bad_rows.add("link, device, pipe or sparse file in a tar", position, "pack the file itself")
         return
+    # `tar cf x.tar .` prefixes every name, other ways of packing do not.
     name = match[1].removeprefix("./")
     sample = samples.setdefault(name, {LINE: name})
     extension = match[2].lower()

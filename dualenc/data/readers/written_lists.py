@@ -10,9 +10,9 @@ import tokenize
 from collections.abc import Iterable
 from typing import Any
 
-_MAX_CHARACTERS = 1 << 24
+_MAX_CHARACTERS = 1 << 24  # ast.literal_eval needs about 100 times the memory of its text
 _LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
-# Between two strings of Python nothing stands for one string, and in NumPy's arrays for two.
+# Adjacent strings: Python joins them, but in a printed NumPy array they are two entries.
 _NEIGHBORS = re.compile(r"""['"]\s+[A-Za-z]{0,2}['"]""")
 _NUMBERS = re.compile(
     r"\s*\[\s*(?:[-+0-9.eE]+|nan|inf|-inf)(?:\s+(?:[-+0-9.eE]+|nan|inf|-inf))*\s*\]\s*"
@@ -31,6 +31,7 @@ def parse_list(text: object) -> list[Any] | None:
         values = _of_numpy(text) if _NUMBERS.fullmatch(text) else _parsed(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError):
         return None
+    # Nested lists, records and truth values are not items, and mixed lists have no single kind.
     is_plain = isinstance(values, list) and all(
         value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool))
         for value in values
@@ -60,7 +61,7 @@ def _parsed(text: str) -> Any:
         if token.type == tokenize.STRING:
             values.append(ast.literal_eval(token.string))
         elif token.string not in ("[", "]", ",", "") and token.type != tokenize.NEWLINE:
-            raise ValueError("no list of strings")
+            raise ValueError("not a list of strings")
     return values
 
 
@@ -78,7 +79,7 @@ def kind_of_written(values: Iterable[object]) -> str | None:
         has_entries = has_entries or bool(entries)
         if types:
             kinds.add("vector" if types == {float} else "list")
-    # Whole numbers may be ids, or vectors beside others with fractions.
+    # Integers may be ids, or vectors if other rows have fractions.
     if not kinds and has_entries:
         return "list"
     return kinds.pop() if len(kinds) == 1 else None
