@@ -36,8 +36,8 @@ class BadRows:
     def __init__(self, source: object, on_error: OnError = "skip") -> None:
         if on_error not in get_args(OnError):
             raise DualencError(
-                f"{on_error!r} is not a choice",
-                fix="take skip or raise",
+                f"{on_error!r} is not a valid choice",
+                fix="choose skip or raise",
                 where="on_error",
             )
         self.source = str(source)
@@ -70,10 +70,11 @@ class BadRows:
     def update(self, counts: Mapping[str, int], first: Mapping[str, str]) -> None:
         """Merge in the `counts` and `first` of another reader."""
         self.counts.update(counts)
+        # Positions found earlier take precedence, so that `first` stays the first one.
         self.first = {**first, **self.first}
 
     def describe(self) -> str:
-        """Return all reasons with count and first position in one line, "" if nothing is left out."""
+        """Return all reasons with count and first position in one line, "" without any."""
         reasons = self.counts.items()
         return ", ".join(
             f"{count} {reason} (first: {self.first[reason]})" for reason, count in reasons
@@ -82,7 +83,7 @@ class BadRows:
     def report(self) -> int:
         """Log the bad samples left out, on the main process only, and return their number."""
         if self.total:
-            # Loads torch, which reading without bad samples does not need.
+            # Imported here because it loads torch, which takes seconds and is rarely needed.
             from dualenc import distributed
 
             if distributed.is_main():
@@ -96,7 +97,7 @@ class BadRows:
         if not usable:
             raise DualencError(
                 f"no usable {what}: {self.describe() or 'it is empty'}",
-                fix="check the file and the named columns",
+                fix="check the file and the column names",
                 where=self.source,
             )
 

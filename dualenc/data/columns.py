@@ -32,17 +32,18 @@ logger = logging.getLogger("dualenc.data")
 Faults = dict[str, tuple[np.ndarray, str]]
 """Why values cannot be used: by reason, which of them (n,) bool, and how to fix it."""
 
-_BLOCK = 1 << 14  # vectors that are checked together
-_VALUES_EXAMINED = 1000  # of a column of strings, which may name image files
-_CONTENTS_EXAMINED = 100  # of a column of bytes
+_BLOCK = 1 << 14  # vectors checked at a time, as float64
+_VALUES_EXAMINED = 1000  # strings of a column that may name image files
+_CONTENTS_EXAMINED = 100  # byte values of a column that may be images or texts
 _STRINGS = ("string", "large_string")
 _BYTES = ("binary", "large_binary")
 _TEXT_LIKE = (*_STRINGS, "null", "boolean", "integer", "floating", "decimal", "temporal")
-# Controls and marks such as zero-width spaces (Cc, Cf) are blank, too: a tokenizer may make nothing
-# of them.
+# Control and format characters such as zero-width spaces (Cc, Cf) are blank, too: a tokenizer may
+# produce no tokens for them.
 _NOT_BLANK = r"^[\s\p{Z}\p{Cc}\p{Cf}]*[^\s\p{Z}\p{Cc}\p{Cf}]"
-_DERIVED = ("array", "rows", "lengths")  # what a column computes again in another process
-_RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # of an image, as `datasets` writes them
+# Cached arrays that are not pickled: a worker process maps the table and computes them again.
+_DERIVED = ("array", "rows", "lengths")
+_RECORD_PARTS = {"bytes": _BYTES, "path": _STRINGS}  # records of images written by `datasets`
 
 
 class Column:
@@ -79,6 +80,7 @@ class Column:
             f"{table.source}: column {name!r} is damaged", "write it again, texts as UTF-8"
         ):
             stored = self._stored()
+            # Checks every offset and character, so that a corrupt file cannot crash a worker.
             stored.validate(full=True)
         self.modality: Modality = modality or self._guess_modality(stored)
         self.holds_strings = _is(self.array.type, *_STRINGS)
@@ -113,9 +115,13 @@ class Column:
         modality: Modality = "image" if 0 < len(values) <= 2 * names else "text"
         if 0 < names < len(values):
             logger.warning(
-                "%s: column %r is read as %s: %d of %d values examined end as names of image files do; left_modality "
-                "or right_modality, text or image, decides otherwise",
-                *(self.source, self.name, modality, names, len(values)),
+                "%s: column %r is read as %s: %d of %d values examined look like names of image "
+                "files; set left_modality or right_modality to text or image to change this",
+                self.source,
+                self.name,
+                modality,
+                names,
+                len(values),
             )
         return modality
 
@@ -128,8 +134,10 @@ class Column:
         num_texts = sum(_is_utf8(value) and not has_image_format(value) for value in values)
         if 2 * num_texts <= len(values):
             return "image"
-        what = f"{num_texts} of {len(values)} values examined are bytes of UTF-8 and no images"
-        report_once(f"{self.source}: column {self.name!r} is read as text: {what}")
+        report_once(
+            f"{self.source}: column {self.name!r} is read as text: {num_texts} of {len(values)} "
+            "values examined are UTF-8 and not images"
+        )
         return "text"
 
     def _stored(self) -> pa.ChunkedArray:
@@ -207,7 +215,7 @@ def _spread(array: pa.ChunkedArray, most: int) -> list[Any]:
 
 
 def _is_utf8(data: bytes) -> bool:
-    """Return True for bytes of UTF-8 text, without the zero bytes that only occur in binary data."""
+    """Return True for bytes of UTF-8 text; zero bytes only occur in binary data."""
     try:
         return "\0" not in data.decode("utf-8")
     except UnicodeDecodeError:
@@ -216,6 +224,7 @@ def _is_utf8(data: bytes) -> bool:
 
 def _decode(array: pa.Array) -> pa.Array:
     """Convert bytes to strings, null if they are not UTF-8."""
+    # The cast takes the whole array or none of it, so look at single values if it fails.
     try:
         return array.cast(pa.large_string())
     except pa.ArrowInvalid:
@@ -298,9 +307,8 @@ class ColumnImages:
         try:
             return open_image(self._file(row, path))
         except BadSample as error:
-            raise BadSample(
-                f"{error} (named in {position})",
-            ) from None
+            # The error names the image file; add the row of the table that refers to it.
+            raise BadSample(f"{error} (named in {position})") from None
 
     def _file(self, row: int, path: str) -> Path:
         """Return the file that a path of a row refers to.
@@ -311,7 +319,7 @@ class ColumnImages:
         file = existing_file(root, path)
         if self.table.allow_outside:
             return file
-        # Resolved before it is compared and opened, so that no link leads out of the folder.
+        # Resolve links before comparing and opening, so that a link cannot lead out of the folder.
         resolved = Path(os.path.realpath(file))
         if not resolved.is_relative_to(os.path.realpath(root)):
             raise BadSample(
@@ -320,7 +328,7 @@ class ColumnImages:
                     "move it there, or pass allow_outside=True (--allow-outside) if you trust the "
                     "table"
                 ),
-                where=f"{path!r}",
+                where=repr(path),
             )
         return resolved
 
@@ -339,8 +347,7 @@ class ColumnImages:
     def item_identity(self, index: int, read: bool) -> bytes:
         """Return file contents or their length; for a path, the `file_identity`."""
         length = int(self.column.lengths[index])
-        # Contents are known by their lengths unless they are read; the lengths of paths say
-        # nothing.
+        # Without reading, contents are identified by their length; for a path that says nothing.
         if length and not read and not self.column.holds_strings:
             return str(length).encode()
         data, path = _contents_and_path(self.column[index])
@@ -447,16 +454,16 @@ def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) ->
     names = ["" if value is None else str(value) for value in column.values()]
     positions = rows_of(ids, names)
     missing = np.flatnonzero(positions < 0)
-    # Beside missing ids pandas writes id 7 as 7.0.
+    # pandas writes id 7 as 7.0 beside missing ids.
     positions[missing] = rows_of(ids, [names[value].removesuffix(".0") for value in missing])
     faults = {
         f"no id in column {name!r}": (~filled, "fill it in or remove the row"),
         "id without a vector": (
             filled & (positions < 0),
-            f"column {name!r} names what is not embedded",
+            f"column {name!r} names an item without a vector",
         ),
     }
-    # Position -1 is never read: those values are among the faults.
+    # Position -1 is never read, because those values have a fault.
     items = VectorsById(vectors, positions)
     return ItemColumn(table, "vector", column.is_list, column.rows, items, faults)
 
@@ -466,11 +473,12 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     kind = array.type.value_type if is_list(array.type) else pa.null()
     if not _is(kind, "floating", "integer"):
         raise DualencError(
-            f"column {name!r} holds {array.type}, where vectors are needed",
+            f"column {name!r} holds {array.type}, not vectors",
             fix="name a column of lists of numbers",
             where=table.source,
         )
     lengths = _list_lengths(array)
+    # A missing list and an empty one both have length 0.
     is_empty = lengths == 0
     sizes = np.unique(lengths[~is_empty]).tolist()
     if len(sizes) > 1:
@@ -482,13 +490,14 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     dim = max(sizes, default=1)
     shards = []
     for chunk in array.chunks:
-        # A missing number becomes NaN, which is a fault below.
+        # NumPy lacks null: a missing number becomes NaN, which is a fault below.
         numbers = pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
         if len(numbers):
             shards.append(numbers.reshape(-1, dim))
     matrix = ShardedVectors(shards or [np.zeros((0, dim), np.float32)])
     faults: Faults = {f"no vector in column {name!r}": (is_empty, "fill it in or remove the row")}
     for reason, (bad, fix) in matrix_faults(matrix).items():
+        # The matrix holds only the rows with a vector.
         mask = np.zeros(len(lengths), dtype=bool)
         mask[~is_empty] = bad
         faults[reason] = mask, fix
@@ -498,13 +507,15 @@ def _read_vectors(table: DataTable, name: str) -> ItemColumn:
 
 def matrix_faults(matrix: Array) -> Faults:
     """Return the rows of a matrix (n, D) that are zero or not finite."""
+    # One pass finds both faults: the sum of squares is 0 for a vector of zeros, and not finite if
+    # one of the numbers is not. float64, since large float32 numbers would overflow when squared.
     squares = np.zeros(len(matrix))
     for start in range(0, len(matrix), _BLOCK):
         block = np.asarray(matrix[start : start + _BLOCK], dtype=np.float64)
         squares[start : start + _BLOCK] = np.einsum("nd,nd->n", block, block)
     return {
         "vector that is not finite": (~np.isfinite(squares), "embed it again or remove it"),
-        "vector of zeros": (squares == 0, "it has no direction; remove it"),
+        "vector of zeros": (squares == 0, "remove it, since it lacks a direction"),
     }
 
 

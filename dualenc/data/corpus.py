@@ -27,7 +27,7 @@ from dualenc.types import Items, Modality, Side, check_several
 
 SNIPPET_LENGTH = 240
 MAX_DOCUMENTS = 100_000
-"""Right items among which held-out pairs are searched."""
+"""Default maximum of right items among which held-out pairs are searched."""
 _WHOLE_ID = re.compile(r"-?[0-9]+(\.0)?|nan")
 
 
@@ -76,20 +76,20 @@ class Corpus:
         if len(self.ids) != len(self.items):
             raise DualencError(
                 f"ids has {len(self.ids)} rows but there are {len(self.items)} items",
-                fix="give one id each",
+                fix="give one id per item",
             )
         if len(set(self.ids)) != len(self.ids):
             name, count = Counter(self.ids).most_common(1)[0]
             raise DualencError(
                 f"{name!r} is a duplicate ({count} times)",
-                fix="ids must differ",
+                fix="give each item a unique id",
                 where="ids",
             )
         for name, rows in (("columns", self.columns), ("labels", self.labels)):
             if rows is not None and len(rows) != len(self.ids):
                 raise DualencError(
                     f"{name} has {len(rows)} rows for {len(self.ids)} items",
-                    fix="give one each",
+                    fix="give one per item",
                 )
 
     def __len__(self) -> int:
@@ -161,6 +161,7 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
             are sampled with a fixed seed.
     """
     pairs = pairs.relevant()
+    # A BEIR folder has ids of its documents: equal texts with two ids are judged separately there.
     items = np.arange(pairs.num_right)
     if not hasattr(pairs, "queries"):
         items = distinct(pairs.first_equal("right"))
@@ -170,6 +171,7 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     positives = pairs.positives("left", left_ids)  # (Q, K)
     relevant = np.unique(positives[positives >= 0])
     others = np.setdiff1d(items, relevant)
+    # All relevant documents stay: without them no search could reach a recall of 1.
     if len(others) > most - len(relevant):
         others = np.random.default_rng(0).choice(
             others, max(0, most - len(relevant)), replace=False
@@ -178,7 +180,7 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     names = dict(zip(kept.tolist(), _side_ids("right", kept), strict=True))
     copies = pairs.copies("left")
     if copies is not None:
-        # With the id of its query a copy is left out of the query's results, as in BEIR.
+        # As in BEIR, evaluation drops results with the id of the query.
         of_queries = zip(copies[left_ids].tolist(), queries.ids, strict=True)
         names |= {item: query for item, query in of_queries if item in names}
     corpus = Corpus(list(names.values()), Picked(pairs.right_items, kept), pairs.right_modality)
@@ -224,7 +226,7 @@ def table_corpus(
         columns: further columns to keep for filters.
     """
     kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
-    # A column may have two roles, such as text and filter.
+    # A column may have two roles, such as text and filter; the main column keeps its kind.
     others = [
         name for name in (title_column, label_column, id_column, *columns) if name is not None
     ]
@@ -235,7 +237,8 @@ def table_corpus(
     values.skip()
     names = row_ids(table, id_column)
     if values.is_list:
-        # 0, 1, 2, … within each row: the rows ascend.
+        # Number the entries 0, 1, 2, … within each row. Rows ascend, so the first position of a row
+        # is where searchsorted finds it.
         entry = np.arange(len(values.rows)) - np.searchsorted(values.rows, values.rows, side="left")
         numbered = zip([names[row] for row in values.rows], entry)
         names = [f"{name}#{number}" if name else None for name, number in numbered]
@@ -257,7 +260,7 @@ def table_corpus(
 
 
 def image_corpus(folder: Path) -> Corpus:
-    """Return the images of a folder by name; the first subfolder of a path, if any, is its class."""
+    """Return the images of a folder by name, with the first subfolder, if any, as class."""
     names = find_images(folder)
     ids = printable_names(folder, names)
     numbers, class_names = labels_of_folders(ids) or (None, None)
@@ -272,9 +275,10 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     for value in Column(table, id_column, "text").values():
         text = None if value is None else str(value)
         names.append(text if text and text.strip() else None)
+    # Only if all ids are integers: among texts, "nan" and "7.0" are ids like any other.
     if all(name is None or _WHOLE_ID.fullmatch(name) for name in names):
         names = [None if name == "nan" else name for name in names]
-        # Beside missing ids pandas writes id 7 as 7.0, maybe in one of several files.
+        # pandas writes id 7 as 7.0 beside missing ids, perhaps in one of several files only.
         if None in names or not all(name and name.endswith(".0") for name in names):
             names = [name and name.removesuffix(".0") for name in names]
     return names

@@ -32,6 +32,7 @@ class Picked:
         return len(self.positions)
 
     def __getitem__(self, index: int) -> Any:
+
         return self.items[int(self.positions[index])]
 
     def item_identity(self, row: int, read: bool) -> bytes:
@@ -62,6 +63,7 @@ class Joined:
         return self.starts[-1]
 
     def __getitem__(self, index: int) -> Any:
+        # `starts` also holds the end, so that an index past the end raises an IndexError below.
         number = bisect_right(self.starts, index) - 1
         item = self.parts[number][index - self.starts[number]]
         prompt = self.prompts[number]
@@ -75,6 +77,7 @@ class Joined:
     def item_identity(self, row: int, read: bool) -> bytes:
         """Return the item's identity, with the prompt of its collection."""
         number = bisect_right(self.starts, row) - 1
+        # The prompt is part of the text that is trained on.
         own = item_identity(self.parts[number], row - self.starts[number], read)
         return self.prompts[number].encode() + own
 
@@ -89,10 +92,11 @@ class VectorItems:
         return len(self.matrix)
 
     def __getitem__(self, index: int) -> np.ndarray:
+        # A copy, so that an item in a batch does not keep the mapped file open.
         return np.array(self.matrix[int(index)], dtype=np.float32)
 
     def item_identity(self, row: int, read: bool) -> bytes:
-        """Return the vector as float32 bytes; it is always read, since metadata says nothing of it."""
+        """Return the vector as float32 bytes; it is always read, since it lacks metadata."""
         return self[row].tobytes()
 
 
@@ -122,19 +126,21 @@ def number_items(
     """
     if not deduplicate:
         return positions, np.arange(len(positions))
-    # What is not read is known by its row.
+    # 128 bits: with 64, two of a few billion items would collide by chance.
+    # An item that is not read, or cannot be, gets its row as digest: it is equal to none.
     digests = np.arange(len(positions)).astype("S16")
     to_read = np.arange(len(positions))
     if hasattr(items, "key_sizes"):
         sizes = items.key_sizes[positions]
+        # Reading millions of images to compare them takes hours; most have a unique file size.
         _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
         to_read = np.flatnonzero(counts[inverse] > 1)
     for row in tqdm(to_read, desc="finding equal items", delay=2, leave=False):
         with suppress(BadSample):
             key = contents(item_key(items, int(positions[row])))
             digests[row] = hashlib.blake2b(key, digest_size=16).digest()
-    # Arrow numbers values by first appearance, which does not depend on the hash.
-    # As bytes objects: Arrow reads numpy's fixed-length bytes up to the first zero.
+    # Arrow numbers values by first appearance, so that ids do not depend on the hash.
+    # It gets Python bytes, because it would cut NumPy's fixed-length bytes at the first zero.
     number = pa.array(digests.tolist(), pa.binary()).dictionary_encode().indices.to_numpy()
     _, first = np.unique(number, return_index=True)
     return np.asarray(positions)[first], number

@@ -15,7 +15,7 @@ from dualenc.errors import DualencError
 Labels = tuple[np.ndarray, list[str]]
 """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
 _WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
-# Larger numbers are keys of something: a list of their names would fill memory.
+# Larger numbers are keys of something else, and a list of their names would fill memory.
 _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
@@ -38,15 +38,15 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
     values = column.values()
     rows = np.flatnonzero(column.filled())
     texts = [str(values[row]) for row in rows]
-    # Beside missing values pandas writes class 3 as 3.0, and the missing ones in csv may be nan.
+    # pandas writes class 3 as 3.0 beside missing values, and the missing ones as nan.
     if all(_WHOLE_LABEL.fullmatch(text) for text in texts):
         rows = rows[[text != "nan" for text in texts]]
         texts = [text.partition(".")[0] for text in texts if text != "nan"]
-    labelled, class_names = labels_of_names(texts)
-    if (labelled < 0).all():
+    labeled, class_names = labels_of_names(texts)
+    if (labeled < 0).all():
         return None
     numbers = np.full(len(column), -1, dtype=np.int64)
-    numbers[rows] = labelled
+    numbers[rows] = labeled
     return numbers, getattr(table.dataset.features[name], "names", None) or class_names
 
 
@@ -93,8 +93,8 @@ def align_labels(
     if names is None or onto is None or _is_numbering(names) or _is_numbering(onto):
         return labels
     numbers: dict[str, int] = {}
-    # The first of several names with the same first word counts, and a whole name before any first
-    # word.
+    # Reversed, so that the first of several names with the same first word wins. Whole names are
+    # added last, so that they win over first words.
     for number, name in reversed(list(enumerate(onto))):
         numbers[name.split()[0]] = number
     numbers |= {name: number for number, name in enumerate(onto)}
@@ -104,6 +104,7 @@ def align_labels(
             raise DualencError(
                 f"class {names[number]} is not among the {len(onto)} classes of the training "
                 "images",
+                fix="give images of the same classes",
                 where=what,
             )
         mapped[labels == number] = numbers[names[number]]

@@ -58,7 +58,7 @@ class Mixture(PairDataset):
         if not sources:
             raise DualencError(
                 "sources is empty",
-                fix="name at least one",
+                fix="give at least one",
                 where="Mixture",
             )
         self.sources = dict(sources)
@@ -71,7 +71,7 @@ class Mixture(PairDataset):
             if not 0 < weight < sys.float_info.max:
                 raise DualencError(
                     f"the weight of {name} is {weight}",
-                    fix="it must be a number above 0",
+                    fix="give a number above 0",
                     where="Mixture",
                 )
         _check_sources(self.sources)
@@ -131,7 +131,7 @@ class Mixture(PairDataset):
             checksums[f"{name}.weight"] = f"{weight:g}"
         for name, prompts in self.prompts.items():
             checksums[f"{name}.prompts"] = digest_of(prompts)
-        # The order is part of `identity`.
+        # The order of the sources decides the ids, so it is part of `identity`.
         return checksums | {"sources": ", ".join(self.sources), "batches": self.batches}
 
 
@@ -141,14 +141,14 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
     for name, pairs in sources.items():
         if not re.fullmatch(r"[\w-]+", name):
             raise DualencError(
-                f"{name!r} is no name of a source",
-                fix="take letters, digits, _ and -",
+                f"{name!r} is not a valid source name",
+                fix="use letters, digits, _ and -",
                 where="Mixture",
             )
         if isinstance(pairs, Mixture):
             raise DualencError(
-                f"source {name} is a mixture itself",
-                fix="name its sources in this one",
+                f"source {name} is itself a mixture",
+                fix="list its sources in this one",
                 where="Mixture",
             )
         for side in ("left", "right"):
@@ -156,7 +156,7 @@ def _check_sources(sources: Mapping[str, PairDataset]) -> None:
             first_kind = _kind(first, side)
             if kind != first_kind:
                 raise DualencError(
-                    f"the {side} side of {name} is {kind}, but that of {first_name} is {first_kind}",
+                    f"the {side} side of {name} is {kind}, but {first_name}'s is {first_kind}",
                     fix="mix sources of one kind",
                     where="Mixture",
                 )
@@ -175,8 +175,8 @@ def _check_names(
     for name in values:
         if name not in sources:
             raise DualencError(
-                f"{argument} names {name!r}, which is no source",
-                fix=f"there are {', '.join(sources)}",
+                f"{argument} names {name!r}, which is not a source",
+                fix=f"the sources are {', '.join(sources)}",
                 where="Mixture",
             )
 
@@ -190,7 +190,7 @@ def _check_prompts(
         if kind != "text":
             raise DualencError(
                 f"{side}_prompts names {name}, whose {side} side is {kind}",
-                fix="prompts are for texts",
+                fix="give prompts for texts only",
                 where="Mixture",
             )
 

@@ -119,7 +119,8 @@ class PairDataset:
             )
         if not len(self.left_id):
             raise DualencError(
-                "no pairs: the data holds no row with a left and a right item",
+                "the data is empty",
+                fix="give at least one pair of a left and a right item",
             )
         self.weights = None if weights is None else _checked_weights(weights, len(self))
         if negatives is not None and not isinstance(negatives, Ragged):
@@ -136,7 +137,8 @@ class PairDataset:
             self.negatives = negatives.keep(negatives.first_in_row())
         self._positives: dict[Side, Ragged] = {}
         self._positives_of: PairDataset | None = None
-        # Of the items, and so shared by all parts of these pairs.
+        # These depend on the items alone, so all parts of these pairs (`take`) share them. The
+        # hashes behind them take minutes for millions of items.
         self._contents: dict[Side, np.ndarray] = {}
         self._alike: dict[Side, Alike | None] = {}
 
@@ -170,7 +172,7 @@ class PairDataset:
         index = int(index) % len(self)
         left_id = int(self.left_id[index])
         right_id = int(self.right_id[index])
-        # Views share one image, which is decoded once.
+        # Both views are of one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
         weight = 1.0 if self.weights is None else float(self.weights[index])
@@ -198,7 +200,7 @@ class PairDataset:
         """Return checksums of "pairs" (their ids), "negatives", "left_items" and "right_items"."""
         left = items_identity(self.left_items, self.left_modality)
         right = left
-        # Views have one collection: it is read once.
+        # Views have one collection, which is read once.
         if self.right_items is not self.left_items or self.right_modality != self.left_modality:
             right = items_identity(self.right_items, self.right_modality)
         return {
@@ -234,6 +236,7 @@ class PairDataset:
         if not self._contents:
             left = self._hashes("left")
             right = left if self.views else self._hashes("right")
+            # Texts of both sides are numbered together, to find copies across sides.
             is_text = self.left_modality == self.right_modality == "text"
             numbers = (
                 _numbers_of_hashes([left, right])
@@ -247,9 +250,10 @@ class PairDataset:
         """Return a hash for each item of a side, (N,), valid in this process; null if unread."""
         modality = self.left_modality if side == "left" else self.right_modality
         are_texts = self.left_modality == self.right_modality == "text"
+        # Distinct texts are hashed all the same: a query may be equal to a document.
         if self.has_distinct_items and not are_texts:
             return pa.nulls(len(self.items(side)), pa.int64())
-        # Images in files are read once, by the reader that numbers them.
+        # Readers have compared images in files, which takes long; do not read them again.
         if modality == "image" and not isinstance(self.items(side), (list, tuple)):
             return pa.nulls(len(self.items(side)), pa.int64())
         return _item_hashes(self.items(side))
@@ -289,7 +293,7 @@ class PairDataset:
         return np.column_stack([positives, copies[ids]])
 
     def _alike_positives(self, side: Side) -> Alike | None:
-        """Return the positives of a side by contents; None if the items of each side are distinct."""
+        """Return the positives of a side by contents; None if all its items are distinct."""
         if self.views:
             return None
         if self._positives_of is not None:
@@ -297,12 +301,15 @@ class PairDataset:
         if side not in self._alike:
             opposite: Side = "right" if side == "left" else "left"
             own, other = self.contents(side), self.contents(opposite)
+            # Without equal items, `positives` by id says the same and costs less.
             is_distinct = all(len(distinct(numbers)) == len(numbers) for numbers in (own, other))
             self._alike[side] = None
             if not is_distinct:
                 shared = np.zeros(0, np.int64)
                 if self.left_modality == self.right_modality == "text":
                     shared = np.intersect1d(own, other)
+                # Work on numbers of contents in place of ids. A text on both sides is a partner
+                # of itself: a query's copy among the documents must not be its negative.
                 keys = np.concatenate([own[self.item_ids(side)], shared])
                 values = np.concatenate([other[self.item_ids(opposite)], shared])
                 count = int(max(own.max(), other.max())) + 1
@@ -323,23 +330,22 @@ class PairDataset:
         Raises:
             DualencError: the share is outside (0, 1), or would leave no training pair.
         """
-        # Equal items, such as one query under the ids of several sessions, are in one part.
+        # Equal items, such as one query with ids of several sessions, stay in one part.
         first = self.first_equal("left")[self.left_id]
         items = np.random.default_rng(seed).permutation(distinct(first))
         chosen = items[: max(1, round(share * len(items)))]
         in_share = np.isin(first, chosen)
         if not 0 < share < 1:
             raise DualencError(
-                f"share is {share}",
-                fix="give one between 0 and 1",
+                f"share must be between 0 and 1, got {share}", fix="give a share such as 0.1"
             )
         if in_share.all():
             raise DualencError(
                 f"{len(items)} left items are too few to hold {share} out",
                 fix="set held_out=0",
             )
-        # A query that is held out is no negative of a document that it shares with one that is
-        # trained on.
+        # Held-out queries stay known positives, so that a document shared with a training query
+        # never treats them as negatives.
         return self.take(np.flatnonzero(~in_share), self), self.take(np.flatnonzero(in_share), self)
 
     def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
@@ -355,6 +361,8 @@ class PairDataset:
         part.weights = None if self.weights is None else self.weights[rows]
         if self.negatives is not None:
             part.negatives = self.negatives.take(rows)
+        # A shallow copy shares the items and the caches that depend on items only; the positives
+        # depend on the pairs.
         part._positives = {}
         part._alike = {}
         part._positives_of = positives_of
@@ -379,8 +387,8 @@ class PairDataset:
         rows = np.flatnonzero(self.weights > 0)
         if not len(rows):
             raise DualencError(
-                "every weight is 0, so that no pair is relevant",
-                fix="give those that match more than 0",
+                "every weight is 0, so no pair is relevant",
+                fix="give matching pairs a weight above 0",
             )
         known = self._positives_of
         return self.take(rows, None if known is None else known.relevant())
@@ -416,7 +424,9 @@ class Alike(NamedTuple):
 
 def _item_hashes(items: Items) -> pa.Array:
     """Return a hash for each text, vector or image, (N,); null if it cannot be read."""
-    hashes = np.full(len(items), -1)  # which Python never returns
+    # Python's `hash` never returns -1. It is 64 bits and salted per process, which is enough to
+    # compare items within one.
+    hashes = np.full(len(items), -1)
     for row in range(len(items)):
         with suppress(BadSample):
             item = item_key(items, row)
@@ -436,6 +446,7 @@ def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
     """
     joined = pa.chunked_array(parts).combine_chunks()
     numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
+    # An item that cannot be read is equal to none, not even to another unreadable one.
     is_null = numbers < 0
     numbers[is_null] = numbers.max(initial=-1) + 1 + np.arange(is_null.sum())
     return np.split(numbers, [len(parts[0])])[: len(parts)]
@@ -445,6 +456,7 @@ def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
     """Return the first row of each value (n,) among others (N,), -1 if there is none."""
     if not len(among):
         return np.full(len(values), -1)
+    # A binary search in the distinct values: memory does not depend on their range.
     numbers, first = np.unique(among, return_index=True)
     places = np.searchsorted(numbers, values).clip(max=len(numbers) - 1)
     return np.where(numbers[places] == values, first[places], -1)
@@ -456,7 +468,7 @@ def _checked_items(name: str, items: Items) -> Items:
     if is_mapping or not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise DualencError(
             f"{name} is of type {type(items).__name__}",
-            fix="give a list of items, or what is indexed like one",
+            fix="give a list, or another sequence with a length",
         )
     return items
 
@@ -469,11 +481,7 @@ def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.nd
             fix=f"give {count} numbers",
         )
     if not (np.isfinite(result) & (result >= 0)).all():
-        raise DualencError(
-            "some are negative or not finite",
-            fix="give each pair 0 or more",
-            where="weights",
-        )
+        raise DualencError("weights must be finite and >= 0", fix="give each pair 0 or more")
     return result
 
 
@@ -481,14 +489,16 @@ def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: i
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
         raise DualencError(
-            f"give whole numbers (M,), not {result.dtype} {result.shape}",
+            f"has type {result.dtype} and shape {result.shape}",
+            fix="give integers of shape (M,)",
             where=name,
         )
     wrong = np.flatnonzero((result < 0) | (result >= num_items))
     if wrong.size:
         row = wrong[0]
         raise DualencError(
-            f"{result[row]} at row {row} is outside [0, {num_items}), the positions",
+            f"{result[row]} at row {row} is outside [0, {num_items})",
+            fix="give positions of items",
             where=name,
         )
     return result.astype(np.int64)

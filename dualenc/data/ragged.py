@@ -47,8 +47,8 @@ class Ragged(NamedTuple):
 
         Values must not be negative.
         """
-        # One number for each (key, value): its order is that of keys first, and equal pairs are
-        # equal numbers.
+        # Encode (key, value) as one integer that sorts by key first: much faster than sorting rows
+        # of a matrix.
         span = int(values.max(initial=0)) + 1
         unique = distinct(keys.astype(np.int64) * span + values)
         return cls.from_sorted(unique // span, unique % span, num_keys)
@@ -62,7 +62,7 @@ class Ragged(NamedTuple):
         starts = self.offsets[rows]
         lengths = self.offsets[np.asarray(rows) + 1] - starts
         first = np.cumsum(lengths) - lengths
-        # Each value's position: the start of its row, and its position within the row.
+        # Position of each value: the start of its row plus its position within the row.
         positions = np.repeat(starts - first, lengths) + np.arange(lengths.sum())
         return Ragged.from_lengths(self.values[positions], lengths)
 
@@ -76,6 +76,7 @@ class Ragged(NamedTuple):
         Values must not be negative.
         """
         rows = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        # As in `from_pairs`; return_index gives the first of equal integers.
         span = int(self.values.max(initial=0)) + 1
         _, first = np.unique(rows * span + self.values, return_index=True)
         result = np.zeros(len(self.values), dtype=bool)
@@ -98,5 +99,5 @@ class Ragged(NamedTuple):
 
 def distinct(values: np.ndarray) -> np.ndarray:
     """Return the distinct numbers (n,) in ascending order."""
-    # Counts make NumPy sort: its table of hashes takes up to 60 times as long.
+    # Asking for counts makes NumPy sort: its hash table takes up to 60 times as long.
     return np.unique(values, return_counts=True)[0]

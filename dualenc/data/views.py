@@ -20,7 +20,7 @@ from torchvision.transforms.v2 import functional as F
 from dualenc.errors import DualencError
 
 Draw = Callable[[], float]
-"""Gives uniform random numbers in [0, 1)."""
+"""Draws a uniform random number in [0, 1)."""
 
 
 class SimCLR:
@@ -71,7 +71,7 @@ class SimCLR:
 
     def __call__(self, image: Image.Image, seed: int) -> Tensor:
         """Return a random view of an RGB image: pixels (3, size, size) in [0, 1], float32."""
-        # The order of draws is part of what a seed means: stored seeds must give the same views.
+        # Keep the order of the draws: a seed must give the same view in every version.
         draw = random.Random(seed).random
         box = crop_box(image.height, image.width, self.min_area, draw)
         view = F.resized_crop(image, *box, [self.size, self.size], InterpolationMode.BICUBIC)
@@ -96,7 +96,7 @@ def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int,
     """
     for _ in range(10):
         area = height * width * (min_area + (1 - min_area) * draw())
-        # Uniform in its logarithm, so that wide and tall boxes are equally likely.
+        # Log-uniform, so that wide and tall crops are equally likely.
         ratio = math.exp((2 * draw() - 1) * math.log(4 / 3))
         w = round(math.sqrt(area * ratio))
         h = round(math.sqrt(area / ratio))
@@ -104,7 +104,7 @@ def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int,
             top = int(draw() * (height - h + 1))
             left = int(draw() * (width - w + 1))
             return top, left, h, w
-    # No box fitted, as in very long images: the largest central one of an allowed ratio.
+    # No crop fits in very long images: take the largest central one with an allowed ratio.
     w = min(width, round(height * 4 / 3))
     h = min(height, round(width * 4 / 3))
     return (height - h) // 2, (width - w) // 2, h, w
@@ -118,6 +118,7 @@ def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
     for change in (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation):
         changes.append((change, lowest + draw() * width))
     changes.append((F.adjust_hue, 0.2 * strength * (2 * draw() - 1)))
+    # Sorting by random keys shuffles with the same generator.
     for change, factor in sorted(changes, key=lambda _: draw()):
         image = change(image, factor)
     return image
@@ -143,7 +144,8 @@ def blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
     """
     offsets = torch.arange(kernel) - kernel // 2
     weights = torch.softmax(-0.5 * (offsets / torch.tensor(sigma)) ** 2, dim=0)
-    # Row `i` holds the weights of all positions in the blurred value at `i`.
+    # Row i holds the weight of each position in the blurred value at position i. Positions beyond
+    # a border are reflected, without repeating the border.
     source = (torch.arange(length)[:, None] + offsets).abs()
     source = torch.where(source >= length, 2 * (length - 1) - source, source)
     return torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel))

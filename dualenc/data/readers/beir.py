@@ -325,7 +325,7 @@ def _header_places(names: list[str]) -> list[int]:
     if len(known) < 2 and not columns_named(names[-1:], LABELS):
         return []
     others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
-    # Skip TREC's unused column of iterations: among other columns, one named like labels counts.
+    # TREC's unused column of iterations is dropped if another column is named like labels.
     labels = columns_named(others, LABELS) or others
     return [names.index(name) for name in (*known, *(labels if len(known) == 2 else others))]
 

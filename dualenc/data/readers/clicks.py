@@ -46,8 +46,8 @@ logger = logging.getLogger("dualenc.data")
 
 _QUERIES = (*QUERIES, "text", *VECTORS)
 _DOCUMENTS = (*DOCUMENT_IDS, *CLICKED, "id", "_id")
-_NO_CLICKS = "are no clicks"
-_FITS = 0.5  # of the values of a column of ids that are among the documents
+_NO_CLICKS = "are not clicks"
+_FITS = 0.5  # share of a column's values that must be ids of documents
 
 
 class IndexPairs(PairDataset):
@@ -93,7 +93,7 @@ class IndexPairs(PairDataset):
         if detect(source) in RETRIEVAL_KINDS:
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
             queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
-            # Equal queries, such as one of several sessions, are one item, as those of a table.
+            # Equal queries, for example of several sessions, are one item, as in a table.
             first, number = number_items(queries.items, np.arange(len(queries)))
             items = Picked(queries.items, first)
             left_id = number[left_id]
@@ -114,6 +114,7 @@ class IndexPairs(PairDataset):
             items = Picked(left.items, first)
             left_id = number[rows]
             right_id = cast(Picked, right.items).positions[paired]
+        # Other documents may have faults, too: they stay, since row numbers are ids of the index.
         faults = matrix_faults(documents.vectors)
         for reason, (is_bad, fix) in faults.items():
             clicked = right_id[is_bad[right_id]]
@@ -125,7 +126,7 @@ class IndexPairs(PairDataset):
         left_id = left_id[is_usable]
         right_id = right_id[is_usable]
         bad_rows.require(len(left_id), "pair")
-        # The same pair twice, as of two clicks, is one pair.
+        # Several clicks on one document are one pair, in the place of the first.
         pairs = np.stack([left_id, right_id], axis=1)
         _, first = np.unique(pairs, axis=0, return_index=True)
         pairs = pairs[np.sort(first)]
@@ -172,8 +173,8 @@ def _read_clicks(
     if len(right.rows) and not right.usable().any():
         first = str(Column(table, document_column, "text", lists=True)[0])
         raise DualencError(
-            f"no id of column {document_column!r} is among the documents (the first is "
-            f"{first[:60]!r}, and the documents' are such as {documents.ids[0][:60]!r})",
+            f"column {document_column!r} does not hold ids of documents (its first value is "
+            f"{first[:60]!r}, and an id of the index is {documents.ids[0][:60]!r})",
             fix="name the column of ids",
             where=source.path,
         )
@@ -200,27 +201,27 @@ def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequ
     usual = columns_named(values, _DOCUMENTS)
     fitting = [name for name in values if _share_among(values[name], ids) >= _FITS]
     own = [name for name in usual if name in fitting]
-    # An id alone may be that of the row.
+    # A column `id` may hold ids of the rows, so it only counts if no other column fits.
     own = [name for name in own if normalized(name) not in ("id", "_id")] or own[:1]
     others = [name for name in fitting if name not in usual and not are_row_numbers(values[name])]
     fix = "name one as document_column (--document-column)"
     if len(own) > 1:
         raise DualencError(
-            f"columns {own[0]!r} and {own[1]!r} both hold ids of documents",
+            f"columns {own[0]!r} and {own[1]!r} both hold document ids",
             fix=fix,
             where=source.path,
         )
     if own and others and are_row_numbers(values[own[0]]):
         raise DualencError(
-            f"column {own[0]!r} counts the rows, and the values of {others[0]!r} are ids of "
-            "documents, too",
+            f"column {own[0]!r} numbers the rows, and the values of {others[0]!r} are document "
+            "ids, too",
             fix=fix,
             where=source.path,
         )
     if not own and (others or not usual):
         hint = f": the values of {others[0]!r} are ids of documents" if others else ""
         raise DualencError(
-            "cannot tell which column is document_column",
+            "it is unclear which column is document_column",
             fix=f"name it (columns: {', '.join(source.kinds)}){hint}",
             where=source.path,
         )
@@ -299,12 +300,14 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
         )
     order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
+    # Holding out a document costs all its pairs, also those of queries that stay in training.
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
     is_held_out = np.zeros(pairs.num_right, dtype=bool)
     is_held_out[_draw_documents(order, documents, num_pairs, share * len(pairs), most)] = True
     rest = ~is_held_out[pairs.right_id]
     num_trained = np.bincount(pairs.left_id, rest, pairs.num_left)
-    # A query with documents of both parts trains by those that stay, and measures neither.
+    # A query with documents on both sides of the split keeps only its training pairs and is not
+    # used for evaluation.
     new = [query for query in order if num_trained[query] == 0][:most]
     whole = [query for query in order if num_trained[query] == documents.lengths[query]]
     num_remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
@@ -328,6 +331,7 @@ def _draw_documents(
             break
         added = set(documents.row(query).tolist()) - drawn
         cost = num_pairs[list(added)].sum()
+        # A query with a popular document may exceed the budget; a later one may still fit.
         if cost <= budget:
             budget -= cost
             drawn |= added
@@ -346,6 +350,7 @@ def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most
         own = documents.row(query)
         if len(drawn) == most:
             break
+        # Each of its documents must keep a pair of a query that stays in training.
         if (remaining[own] > 1).all():
             remaining[own] -= 1
             drawn.append(query)

@@ -65,7 +65,7 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
 
 def are_row_numbers(values: Sequence[Any]) -> bool:
     """Return True if values count up by one, as in an index column."""
-    # pandas writes 7.0 beside missing values. Longer numbers are ids for certain.
+    # pandas writes 7.0 beside missing values. Nobody has 10^18 rows: such numbers are ids.
     texts = [str(value).strip().removesuffix(".0") for value in values]
     if len(texts) < 2 or not all(text.isdecimal() and len(text) < 19 for text in texts):
         return False

@@ -41,7 +41,7 @@ class ImageFiles:
 
 
 def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
-    """Return the subfolder of a split, such as `val`, or the folder itself if it has no splits.
+    """Return the subfolder of a split, such as `val`, or the folder itself if it lacks splits.
 
     Subfolders are splits only if all of them have common split names; otherwise `train` may be a
     class.
@@ -98,8 +98,7 @@ def find_images(folder: str | os.PathLike[str]) -> list[str]:
         )
     names = []
     seen = set()
-    # Real folders first, links later: an image gets the path of its real folder, and the result
-    # does not depend on the order of the file system.
+    # Real folders first, links later, so that an image gets the path of its real folder.
     waiting = deque([root])
     while waiting:
         for parent, subfolders, files in os.walk(waiting.popleft(), onerror=_unreadable_folder):

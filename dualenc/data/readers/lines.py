@@ -392,7 +392,7 @@ def _separated(
     lines = _Lines(stream)
     layout = _read_layout(path, lines, quotes)
     names += filter(None, layout.header)
-    # A tsv file whose header has no quotes: quotes are text, except where fields show otherwise.
+    # A tsv file with an unquoted header: quotes are text, except where fields show otherwise.
     may_double = quotes is None and not layout.in_quotes
     rows = _without_headers(_read_rows(path, lines, layout), layout.header, path, bad_rows)
     for start, row, fault in rows:
@@ -481,7 +481,7 @@ def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int
         if row is None:
             return
         if fault and not lines.unescapes and start != attempted and attempts:
-            # csv.reader has no mode for both escapes, so convert the lines and read the row again.
+            # csv.reader cannot read both kinds of escapes, so convert the lines and read again.
             if any('\\"' in line for line in lines.row):
                 attempts -= 1
                 attempted = start

@@ -33,10 +33,16 @@ logger = logging.getLogger("dualenc.data")
 
 MAX_GRADE = 10
 _TEXTS = "its values"
-_MAX_WORDS = 20  # different texts of a column that may be classes
-_MAX_VALUES = 10_000  # different values of a column that may be labels
-_YES = "1 true t yes y relevant match matched matching positive pos correct clicked click duplicate similar paraphrase"
-_NO = "0 false f no n irrelevant mismatch unmatched negative neg incorrect wrong skipped different dissimilar unrelated"
+_MAX_WORDS = 20  # a column with more distinct texts does not hold classes
+_MAX_VALUES = 10_000  # a column with more distinct values does not hold labels
+_YES = (
+    "1 true t yes y relevant match matched matching positive pos correct clicked click duplicate "
+    "similar paraphrase"
+)
+_NO = (
+    "0 false f no n irrelevant mismatch unmatched negative neg incorrect wrong skipped different "
+    "dissimilar unrelated"
+)
 _WORDS = {**dict.fromkeys(_YES.split(), 1.0), **dict.fromkeys(_NO.split(), 0.0)}
 _NOT = re.compile(r"(?:not|no|non|un|ir|in|mis|dis)[ _-]?(.+)")
 _NAME_OF_CLASS = re.compile(r"[^\W\d_][^\W\d]{0,29}(?:[ /-][^\W\d]{1,29}){0,3}|[\[{].*[\]}]")
@@ -106,14 +112,15 @@ def read_labels(
     verdicts = {name: _judge(table, name) for name in columns}
     if beside_images:
         for name, verdict in verdicts.items():
-            # Of two classes there is no telling; more than two, or names, are classes.
+            # Labels that cannot be used are classes of images. Usable ones remain ambiguous: two
+            # classes look like labels.
             if normalized(name) in CLASS_LABELS and isinstance(verdict, str):
                 verdicts[name] = None
     likely = [name for name, verdict in verdicts.items() if verdict is not None]
     for name in columns:
         if name not in likely and pc.any(pc.is_valid(table.column(name))).as_py():
             logger.warning(
-                "%s: column %r is not read: its values are not labels of pairs", table.source, name
+                "%s: column %r is ignored: its values are not labels of pairs", table.source, name
             )
     if not likely:
         return None
@@ -134,7 +141,7 @@ def read_labels(
         )
     if beside_images and normalized(name) in CLASS_LABELS:
         raise DualencError(
-            f"column {name!r} may say which rows match, or be the classes of the images",
+            f"column {name!r} may hold labels of the pairs or classes of the images",
             fix=_advice(option, True),
             where=table.source,
         )
@@ -164,20 +171,27 @@ def _checked(
     column = Column(table, name, "text", lists=True)
     if column.is_list and not np.array_equal(column.rows, right.rows):
         raise DualencError(
-            f"column {name!r} holds lists of other lengths than the right column",
+            f"column {name!r} holds lists whose lengths differ from those of the right column",
             fix=f"give a label for each entry, or pass {option}=none",
             where=table.source,
         )
     if not (values > 0).any():
         raise DualencError(
-            f"column {name!r} is read as labels, and none of them is above 0",
-            fix=f"pass {option}=none if it holds no labels",
+            f"column {name!r} is read as labels, but none of them is above 0",
+            fix=f"pass {option}=none if it does not hold labels",
             where=table.source,
         )
-    what = "entries" if column.is_list else "rows"
-    counts = f"{int((values == 0).sum()):,} of {len(values):,} {what}"
-    message = "%s: column %r is read as labels: %s are labelled 0 and %s; %s=none reads none"
-    logger.warning(message, table.source, name, counts, effect, option)
+    # A warning even if all is well: a wrong guess here would change what is trained.
+    logger.warning(
+        "%s: column %r is read as labels: %s of %s %s are labeled 0 and %s; %s=none reads none",
+        table.source,
+        name,
+        f"{int((values == 0).sum()):,}",
+        f"{len(values):,}",
+        "entries" if column.is_list else "rows",
+        effect,
+        option,
+    )
     return Labels(name, values, column.is_list)
 
 
@@ -204,7 +218,9 @@ def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | 
         codes = column.array.dictionary_encode().combine_chunks()
     except (DualencError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
+    # Decide on the distinct values, of which there are few even in tables of millions of rows.
     values = codes.dictionary[: None if is_named else _MAX_VALUES].to_pylist()
+    # `datasets.ClassLabel` stores numbers; its names say what they mean.
     names = getattr(table.dataset.features[name], "names", None)
     if names and all(isinstance(value, int) for value in values):
         values = [names[value] if 0 <= value < len(names) else None for value in values]
@@ -214,7 +230,7 @@ def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | 
         return meaning
     if len(texts) < len(codes.dictionary):
         return "it holds too many different values"
-    # The last entry is that of missing values.
+    # Look up the meaning of each row's code. The last entry is for missing values.
     by_code = np.array([*(meaning.get(text, np.nan) for text in texts), np.nan], np.float32)
     return by_code[codes.indices.fill_null(len(texts)).to_numpy(zero_copy_only=False)]
 
@@ -237,10 +253,12 @@ def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, floa
         return None
     if all(text in _WORDS for text in distinct):
         return {text: _WORDS[text] for text in distinct}
+    # Numbers may be mixed with words, such as 1 and "no".
     numbers = _numbers(distinct)
     if numbers is not None:
         return _of_numbers(numbers, name, is_named)
     negated = {text: match[1] for text in distinct if (match := _NOT.fullmatch(text))}
+    # Two values of which one negates the other, such as "toxic" and "not toxic".
     if len(distinct) == 2 and len(negated) == 1:
         (other, plain) = next(iter(negated.items()))
         if plain in distinct:
@@ -272,7 +290,8 @@ def _of_numbers(
     if is_named or values == [-1, 1] or (is_whole and values[0] >= 0 and name in COUNTS):
         return {text: float(number > 0) for text, number in numbers.items()}
     if not is_whole:
-        # Beyond these ranges they are no similarities, but quantities of something.
+        # Fractions in these ranges may be similarities or scores, which need a threshold; others
+        # are quantities of something else.
         if values[0] >= 0 or (values[0] >= -1 and values[-1] <= 1):
             return (
                 f"its numbers ({values[0]:g} to {values[-1]:g}) do not say from where on rows match"

@@ -22,7 +22,7 @@ _MAX_BESIDE = 100_000  # files in subfolders to mention as unread; more would ta
 # Files about the data, by name without suffix.
 _ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "requirements")
 _ABOUT_JSON = ("dataset_info.json", "dataset_infos.json", "dataset-metadata.json", "state.json")
-# Catalogs list the valid files of a table; other files in its folder may be deleted rows.
+# Catalogs list the valid files of a table; other files in its folder may hold deleted rows.
 _CATALOGS = {
     "_delta_log": "Delta table",
     ".hoodie": "Hudi table",

@@ -41,7 +41,7 @@ from dualenc.types import Items, Modality, OnError
 
 logger = logging.getLogger("dualenc.data")
 
-# neg, negative, negatives, hard_negative, negative_1, …: names in data sets of sentence-transformers.
+# neg, negatives, hard_negative, negative_1, …: names in data sets of sentence-transformers.
 _NEGATIVE_NAME = re.compile(r"(?:hard_)?neg(?:ative)?s?(?:_?(\d{1,4}))?")
 
 
@@ -143,7 +143,7 @@ def paired_positions(left: ItemColumn, right: ItemColumn) -> np.ndarray:
     in_good_row = good_rows[right.rows]
     # A row that is bad on the left counts once, whatever it holds on the right.
     left.skip()
-    # An empty list has no value that could be counted as bad, so count its row.
+    # An empty list lacks a value that could be counted as bad, so count its row.
     is_empty = np.bincount(right.rows, minlength=len(good_rows)) == 0
     right.skip(in_good_row, np.flatnonzero(is_empty & good_rows))
     paired = np.flatnonzero(right.usable() & in_good_row)

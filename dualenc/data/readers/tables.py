@@ -350,8 +350,8 @@ class TableSource:
         def batches(bad_rows: BadRows) -> Iterator[pa.RecordBatch]:
             return record_batches(self._rows_of_lines(columns, bad_rows), schema)
 
-        # Everything that changes the result. What is empty in old caches is left out of the key,
-        # so that they stay valid.
+        # Everything that changes the result. Written lists are left out if there are none, so that
+        # caches of other tables stay valid.
         key: tuple[Any, ...] = (
             columns,
             self.options.quotes,

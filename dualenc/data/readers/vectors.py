@@ -60,7 +60,7 @@ class VectorPairs(PairDataset):
         rows = rows_of(rights.ids, lefts.ids)
         unpaired = sorted(set(lefts.ids) ^ set(rights.ids))
         if unpaired:
-            # One entry for both sides, since a missing id shows on the other side.
+            # An id may be missing on either side.
             reason = "vector without a partner of the same id"
             fix = "give it one or remove it"
             bad_rows.add(reason, f"id {unpaired[0]!r}", fix, len(unpaired))

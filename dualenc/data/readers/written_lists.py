@@ -10,7 +10,7 @@ import tokenize
 from collections.abc import Iterable
 from typing import Any
 
-_MAX_CHARACTERS = 1 << 24  # ast.literal_eval needs about 100 times the memory of its text
+_MAX_CHARACTERS = 1 << 24  # parsing takes many times the memory of the text
 _LIST = re.compile(r"\s*\[.*\]\s*", re.DOTALL)
 # Adjacent strings: Python joins them, but in a printed NumPy array they are two entries.
 _NEIGHBORS = re.compile(r"""['"]\s+[A-Za-z]{0,2}['"]""")
@@ -31,7 +31,7 @@ def parse_list(text: object) -> list[Any] | None:
         values = _of_numpy(text) if _NUMBERS.fullmatch(text) else _parsed(text)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError, tokenize.TokenError):
         return None
-    # Nested lists, records and truth values are not items, and mixed lists have no single kind.
+    # Nested lists, records and truth values are not items, and mixed lists lack a single kind.
     is_plain = isinstance(values, list) and all(
         value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool))
         for value in values

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 IN_MEMORY_BYTES = 32 << 20
-"""Files that are smaller than this together are kept in memory instead of the cache folder."""
+"""Files of at most this total size are kept in memory instead of the cache folder."""
 BATCH_ROWS = 2000
 VERSION = 9
-"""Of what the cache holds; raise it when the reading changes."""
+"""Version of the cached data; increase it when readers change what they return."""
 
 
 def cache_folder() -> Path:
@@ -72,6 +72,7 @@ def cached_dataset(
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
+    # The counts of these files alone, to store beside them; `bad_rows` may hold others.
     own = BadRows(bad_rows.source, bad_rows.on_error)
     batches = tqdm(
         read(own), files[0].name, unit=" rows", unit_scale=BATCH_ROWS, delay=2, leave=False
@@ -80,7 +81,7 @@ def cached_dataset(
         dataset = Dataset(InMemoryTable(pa.Table.from_batches(batches, schema)))
         bad_rows.update(own.counts, own.first)
         return dataset
-    # Contents under one key never change: two processes may write the same file.
+    # The key determines the contents, so it does no harm if two processes write the same file.
     facts = [
         f"{file.resolve()} {file.stat().st_mtime_ns} {file_identity(file).decode()}"
         for file in files
@@ -96,7 +97,8 @@ def cached_dataset(
             with pa.ipc.new_stream(str(part), schema) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
-            # Before the table has its name: wherever a process is killed, a table has its counts.
+            # Written before the table gets its name, so that a table has counts even if the
+            # process is killed in between.
             write_json(counts, {"counts": own.counts, "first": own.first})
     with explain(f"{target}: damaged data cache", "remove this file"):
         stored = read_json_object(counts, {"counts": dict, "first": dict})

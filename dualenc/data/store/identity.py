@@ -27,8 +27,8 @@ SAMPLED_TEXTS = 1 << 18
 SAMPLED_IMAGES = 1 << 12
 
 _TEXT_BLOCK = 1 << 14
-_IMAGE_BLOCK = 1 << 8  # items whose contents are in memory together
-_MAX_BYTES = 1 << 26  # of files whose contents are read
+_IMAGE_BLOCK = 1 << 8  # items whose contents are in memory at the same time
+_MAX_BYTES = 1 << 26  # larger files are identified by size and time
 
 
 def items_identity(items: Items, modality: Modality = "text") -> str:
@@ -45,7 +45,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     all_rows = np.arange(len(items))
     passes = [(all_rows, True)]
     if len(items) > max_read and modality != "vector":
-        # The seed is fixed: every process and every run looks at the same sample.
+        # A fixed seed, so that every process and every run reads the same sample.
         size = SAMPLED_IMAGES if is_image else SAMPLED_TEXTS
         draws = np.random.default_rng(0).integers(len(items), size=size)
         passes = [(all_rows, False), (np.unique(draws), True)]
@@ -92,6 +92,7 @@ def digest_of(*parts: str | bytes | np.ndarray | Iterable[str] | None) -> str:
             continue
         values: Iterable[Any] = [part] if isinstance(part, (str, bytes)) else part
         if isinstance(part, np.ndarray):
+            # The same bytes may be an array of another type or shape.
             values = [f"{part.dtype.str}{part.shape}", part]
         _add(digest, [contents(value) for value in values])
     return digest.hexdigest()
@@ -105,7 +106,7 @@ def plain_values(part: object) -> dict[str, str | int | float]:
 
 
 def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
-    """Lengths first, so that no two lists of values look alike when concatenated."""
+    """Add values, preceded by their lengths so that different lists cannot collide."""
     digest.update(np.array([len(values), *map(len, values)], dtype="<i8").tobytes())
     digest.update(b"".join(values))
 
@@ -113,6 +114,7 @@ def _add(digest: hashlib.blake2b, values: Sequence[bytes]) -> None:
 def contents(item: Any) -> bytes:
     """Return a text, vector, image or bytes as bytes, equal for equal items."""
     if isinstance(item, Image.Image):
+        # The same pixels may be an image of another mode or size.
         return f"{item.mode} {item.size} ".encode() + item.tobytes()
     if isinstance(item, np.ndarray):
         return item.tobytes()

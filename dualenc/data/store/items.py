@@ -31,7 +31,7 @@ from dualenc.types import check_several
 ITEMS = "items.arrow"
 ORDER = "order.npy"
 HASH = "text:hash"
-"""Column of `text_hash`; columns of users have no colon."""
+"""Column of `text_hash`; a colon is not allowed in names of the user's columns."""
 BATCH_ROWS = 2**14
 MANY_IDS = 1000
 """For more ids than this, one pass over all of them is faster than a binary search for each."""
@@ -48,8 +48,8 @@ class Texts(Sequence[str]):
         self.strings = strings
         self.path = path
         self.fix = fix
-        # Offsets are checked here, so that no other memory is ever read; strings only when they are
-        # decoded.
+        # Check the offsets now, so that other memory is never read. UTF-8 is only checked when a
+        # string is decoded: a full check would read the whole file.
         with explain(f"{path}: corrupt", fix):
             if strings.type not in _BYTES:
                 raise ValueError(f"{strings.type} instead of strings")
@@ -90,11 +90,11 @@ class Ids(Texts):
     def __init__(self, strings: pa.ChunkedArray, path: Path, fix: str, order_path: Path) -> None:
         super().__init__(strings, path, fix)
         self._order_path = order_path
-        # Mapped now: the folder may be replaced while it is in use.
+        # Mapped now, since the folder may be replaced while it is in use.
         with explain(f"{order_path}: corrupt", fix):
             order = np.load(order_path, mmap_mode="r", allow_pickle=False)
             if order.dtype != np.uint32 or order.shape != (len(self),):
-                raise ValueError(f"no row numbers of {len(self)} ids")
+                raise ValueError(f"not the row numbers of {len(self)} ids")
         self._order = np.asarray(order)
 
     def __contains__(self, name: object) -> bool:
@@ -105,7 +105,7 @@ class Ids(Texts):
         names = list(names)
         if len(names) <= MANY_IDS:
             return np.array([self._row(name) for name in names], dtype=np.int64)
-        # An id may have half a surrogate pair, which is no string of Arrow's.
+        # A name may hold half of a surrogate pair, which Arrow cannot store as a string.
         encoded = [name.encode("utf-8", "surrogatepass") for name in names]
         requested = pa.array(encoded, self.as_bytes.type).dictionary_encode()
         positions = pc.index_in(self.as_bytes, value_set=requested.dictionary)
@@ -117,7 +117,7 @@ class Ids(Texts):
 
     def _row(self, name: str) -> int:
         try:
-            # Code points have the order of their UTF-8 bytes, by which the ids were sorted.
+            # Python compares code points, which sort like the UTF-8 bytes by which Arrow sorted.
             position = bisect.bisect_left(self._order, name, key=self.__getitem__)
             if position == len(self):
                 return -1
@@ -159,11 +159,11 @@ class ItemTable:
         location = paths[0] if len(paths) == 1 else paths[0].parent
         self.batches = [batch for path in paths for batch in read_batches(path, fix)]
         with explain(f"{location}: corrupt", fix):
-            # Files with different columns are an error of Arrow's.
+            # Arrow raises if the files have different columns.
             table = pa.Table.from_batches(self.batches, self.batches[0].schema.remove_metadata())
             names = table.schema.names
             if len(set(names)) < len(names) or "id" not in names:
-                raise ValueError("it has no column of ids, or two columns of one name")
+                raise ValueError("it lacks a column of ids, or has two columns of one name")
             if len(table) != count:
                 raise ValueError(f"it has {len(table)} rows instead of {count}")
             own = [name for name in ("id", "vector", "text", HASH) if name in names]
@@ -191,7 +191,7 @@ def read_batches(path: Path, fix: str) -> list[pa.RecordBatch]:
         batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         for batch in batches:
             batch.validate()
-        _ = reader.schema.names  # they are decoded here
+        _ = reader.schema.names  # decoding raises if they are corrupt
         if not batches:
             raise ValueError("no rows")
     return batches
@@ -242,7 +242,7 @@ def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
     """Write record batches of one schema to an Arrow file, atomically."""
     remaining = iter(batches)
     first = next(remaining)
-    # A stream of Python, since closing it reports a disk that is full at the end of the file.
+    # A Python stream: closing it reports a full disk, which Arrow's own stream may not.
     with (
         atomic_path(path) as part,
         open(part, "wb") as stream,
@@ -319,11 +319,12 @@ def check_ids(ids: Sequence[str]) -> None:
             )
     if len(set(ids)) == len(ids):
         return
+    # Look for the rows only when there is a duplicate to report.
     first_row: dict[str, int] = {}
     for row, name in enumerate(ids):
         first = first_row.setdefault(name, row)
         if first != row:
             raise DualencError(
                 f"id {name!r} is a duplicate, at rows {first} and {row}",
-                fix="ids must differ",
+                fix="give each item a unique id",
             )

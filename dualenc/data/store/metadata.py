@@ -18,9 +18,10 @@ from dualenc.types import check_several
 logger = logging.getLogger("dualenc.data")
 
 RESERVED = ("id", "vector", "text", "snippet", "score")
-"""Columns that dualenc or an engine adds itself."""
+"""Names of columns that dualenc or an engine adds."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
-# What a text of a csv or json line stands for; 007 and 1e999 are no numbers, 19 digits may not fit.
+# Types of texts in csv and json lines. 007 and 1e999 are texts, since they would not survive as
+# numbers, and so are 19 digits, which may exceed 64 bits.
 _LOOKS = {
     "bool": r"^(?i:true|false)$",
     "int64": r"^-?(0|[1-9][0-9]{0,17})$",
@@ -33,19 +34,21 @@ def check_column_names(names: Sequence[str]) -> None:
     check_several("columns", names)
     seen: set[str] = set()
     for name in names:
+        # PostgreSQL folds the case of names.
         lower = name.lower()
         if not _NAME.fullmatch(name):
             raise DualencError(
-                f"column {name!r} cannot be kept: name it by letters, digits and _",
+                f"column {name!r} cannot be kept under this name",
+                fix="name it with letters, digits and _, beginning with a letter",
             )
         if lower in RESERVED:
             raise DualencError(
-                f"column {name!r} cannot be kept: every result has its own {lower}",
+                f"column {name!r} cannot be kept: every result already has a field {lower}",
                 fix="rename it",
             )
         if lower in seen:
             raise DualencError(
-                f"column {name!r} is asked for twice",
+                f"column {name!r} is given twice",
                 fix="name each column once",
             )
         seen.add(lower)
@@ -103,11 +106,11 @@ def _plain_values(values: pa.Array, from_lines: bool, name: str) -> pa.Array:
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         values = _as_double(values)
         if infinite := pc.sum(pc.is_inf(values)).as_py():
-            logger.warning("%s: %d infinite numbers are kept as missing values", name, infinite)
+            logger.warning("%s: %d infinite numbers become missing values", name, infinite)
         return pc.if_else(pc.is_finite(values), values, None)
     if pa.types.is_timestamp(kind):
-        # Whatever the unit of a file: days where all are whole, and seconds where these have no
-        # fraction.
+        # Independent of the unit in the file: dates if all are at midnight, and whole seconds if
+        # that loses nothing (the cast raises otherwise).
         are_days = pc.all(pc.equal(values, pc.floor_temporal(values, unit="day"))).as_py()
         with suppress(pa.ArrowInvalid):
             values = values.cast(pa.date32() if are_days else pa.timestamp("s", kind.tz))
@@ -119,7 +122,7 @@ def _plain_values(values: pa.Array, from_lines: bool, name: str) -> pa.Array:
 def _as_double(values: pa.Array) -> pa.Array:
     """Convert numbers to float64: integers exactly, fractions to their shortest decimals."""
     if values.type == pa.float16():
-        # Arrow writes the digits of its float32.
+        # Arrow prints float16 with the digits of float32; NumPy finds the shortest ones.
         distinct, rows = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
         exact = pa.array(distinct[rows].astype(np.float64))
         shortest = pa.array(np.array([float(str(value)) for value in distinct])[rows])
@@ -133,7 +136,7 @@ def _as_double(values: pa.Array) -> pa.Array:
 
 def _read_as_looks(values: pa.Array) -> pa.Array:
     """Convert texts to what they all look like: truth values, integers, numbers, or texts."""
-    # Among numbers nan is a missing one; among texts it may be a language.
+    # Among numbers nan is a missing value; among texts it may be a word (the language Min Nan).
     numbers = pc.if_else(pc.equal(pc.utf8_lower(values), "nan"), None, values)
     for kind, pattern in _LOOKS.items():
         if pc.all(pc.match_substring_regex(numbers, pattern)).as_py():

@@ -32,7 +32,8 @@ FORMAT_VERSION = 4
 DTYPES = {"float16": pa.float16(), "float32": pa.float32()}
 AGAIN = "run the same `dualenc embed` again"
 
-Array = Any  # np.ndarray or ShardedVectors
+# np.ndarray or ShardedVectors. Any, since a union would need casts wherever rows are selected.
+Array = Any
 
 
 class Embeddings:
@@ -94,10 +95,11 @@ class Embeddings:
         meta = read_meta(folder)
         if not meta["complete"]:
             raise DualencError(
-                "not finished",
+                "this folder of embeddings is not finished",
                 fix=f"{AGAIN} to resume it",
                 where=folder,
             )
+        # The sizes in meta.json show truncated files at once; --verify reads everything.
         paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
         verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
         table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
@@ -122,15 +124,17 @@ class Embeddings:
         """Return the first `dim` components of each vector, normalized if the vectors were."""
         if not 1 <= dim <= self.dim:
             raise DualencError(
-                f"dim is {dim}: give 1 to {self.dim}, the size of the vectors",
+                f"dim must be from 1 to {self.dim}, the size of the vectors, got {dim}",
+                fix="give a smaller one",
             )
         parts = []
         for block in self.blocks():
             short = block[:, :dim]
             if self.meta.get("normalized"):
+                # A vector may be zero in its first components: keep it, without dividing by 0.
                 lengths = np.linalg.norm(short, axis=1, keepdims=True)
                 short = short / np.where(lengths == 0, 1, lengths)
-            # A copy in any case: a view would keep its whole block in memory.
+            # Always a copy: a view would keep its whole block in memory.
             parts.append(short.astype(self.vectors.dtype))
         meta = {**self.meta, "dim": dim}
         about = (self.snippets, self.columns, self.hashes)
@@ -143,6 +147,7 @@ class Embeddings:
 
     def _ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         """Yield start and stop of blocks of at most `rows` rows within shards, for views."""
+        # Blocks also end where shards end. A block across two shards would be a copy.
         bounds = set(range(0, len(self), rows))
         bounds.add(len(self))
         if isinstance(self.vectors, ShardedVectors):
@@ -192,6 +197,7 @@ class ShardedVectors:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             number = self._shard_of(start)
+            # Reading in blocks is common, so a slice within one shard must not copy.
             if step == 1 and start < stop <= self.offsets[number + 1]:
                 first = self.offsets[number]
                 return self.shards[number][start - first : stop - first]  # a view of the file
@@ -200,6 +206,7 @@ class ShardedVectors:
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
         rows = rows.astype(np.int64)
+        # One gather per shard rather than per row, which keeps reads of a mapped file together.
         result = np.empty((len(rows), self.shape[1]), self.dtype)
         numbers = self._shard_of(rows)
         for number in np.unique(numbers):
@@ -235,6 +242,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         folder, FORMAT, FORMAT_VERSION, other, {"complete": bool, "dim": int, "dtype": str}
     )
     path = folder / "meta.json"
+    # While a folder is being written, the rows per shard are not known yet.
     if meta["complete"]:
         check_fields(meta, {"shard_rows": list, "files": dict}, path)
     rows = meta.get("shard_rows", [0])
@@ -242,7 +250,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
         raise DualencError(
             f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]} "
-            "describe no embeddings",
+            "do not describe embeddings",
             fix="embed into another folder",
             where=path,
         )
@@ -269,7 +277,7 @@ def read_head(
         )
     if meta.get("version") != version:
         raise DualencError(
-            f"format {meta.get('version')} of another dualenc, which reads format {version}",
+            f"has format {meta.get('version')} of another dualenc; this one reads format {version}",
             fix="make the folder again, or install that dualenc",
             where=folder,
         )
@@ -308,7 +316,7 @@ def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.nd
         )
     try:
         return batch.column("vector").flatten().to_numpy().reshape(len(batch), dim)
-    except ValueError:  # Arrow's own errors are of this kind
+    except ValueError:  # also the base class of Arrow's errors
         raise DualencError(
             "corrupt (a vector is missing)",
             fix=AGAIN,
