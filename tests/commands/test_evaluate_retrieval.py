@@ -98,7 +98,7 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
     pairs.write_text(
         "a,b\nwhat is a fox,an animal\nwhat is a wing,a part of a bird\nwhat is a fox,it is red\n"
     )
-    assert "cannot tell which column is left_column" in failure(
+    assert "it is unclear which column is left_column" in failure(
         capsys, "evaluate", "retrieval", toy_text, pairs
     )
     named = ("--left-column", "a", "--right-column", "b", "--bm25")

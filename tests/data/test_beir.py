@@ -69,7 +69,7 @@ def test_titles_grades_and_weights(folder: Path) -> None:
         [0.75, 1.5, 0.75]
     )
     (folder / "qrels" / "none.tsv").write_text("q0\td3\t0\n")
-    with pytest.raises(DualencError, match="no judgement of a document has grade 1 or more"):
+    with pytest.raises(DualencError, match="judge a document of the corpus with grade 1 or more"):
         BeirPairs(folder, "none")
 
 
@@ -102,7 +102,7 @@ def test_missing_splits_and_files_are_named(tmp_path: Path, folder: Path) -> Non
     with pytest.raises(DualencError, match="no such folder"):
         read_beir(tmp_path / "nowhere")
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(DualencError, match=r"no queries\.jsonl in it"):
+    with pytest.raises(DualencError, match=r"no queries\.jsonl in this folder"):
         read_beir(folder)
 
 

@@ -48,7 +48,7 @@ def test_row_numbers_are_no_ids_beside_others(
     rows = [[number, f"p{number}", "x"] for number in range(3)]
     path = write_csv(tmp_path / "x.csv", ["id", "product_id", "text"], rows)
     assert open_corpus(path).ids == ["p0", "p1", "p2"]
-    assert "column 'product_id' is read as ids, for 'id' numbers the rows" in caplog.text
+    assert "column 'product_id' is read as ids, since 'id' numbers the rows" in caplog.text
     assert open_corpus(path, id_column="id").ids == ["0", "1", "2"]
     assert open_corpus(write_csv(path, ["id", "text"], [row[::2] for row in rows])).ids == [
         "0",
@@ -119,7 +119,7 @@ def test_lists_of_pandas_are_lists(
             ("r", "s", ()),
         ]
         assert pairs.skipped == 0
-    assert "column 'pos' is read as lists, which are written as texts in it" in caplog.text
+    assert "column 'pos' is parsed as lists written as texts" in caplog.text
     with pytest.raises(DualencError, match="left column holds lists"):
         TablePairs(path, "pos", "query")
 
@@ -150,7 +150,7 @@ def test_sentiments_are_no_mined_negatives(
     path = write_csv(tmp_path / "x.csv", ["question", "answer", "neg", "neu", "pos"], rows)
     pairs = open_pairs(path)
     assert (type(pairs), pairs.negatives, pairs[0].right) == (TablePairs, None, "a0")
-    assert "column 'neg' holds numbers, and is not read as mined negatives" in caplog.text
+    assert "column 'neg' holds numbers and is not read as mined negatives" in caplog.text
 
 
 @pytest.mark.parametrize("header", [["query", "document"], ["document", "query"]])

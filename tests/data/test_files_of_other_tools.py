@@ -95,7 +95,7 @@ def test_compressed_tables(tmp_path: Path, suffix: str) -> None:
             zipped(**{"a.csv": CSV}),
             "name it by what the one file in it is, such as x.csv.zip",
         ),
-        ("x.csv", gzip.compress(CSV, mtime=0), "holds a .gz file, not text; name it so"),
+        ("x.csv", gzip.compress(CSV, mtime=0), "holds a .gz file, not text; correct its suffix"),
         (
             "x.csv",
             zipped(**{"xl/workbook.xml": b""}),
@@ -237,7 +237,7 @@ def test_a_name_that_is_guessed_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert len(open_corpus(write_csv(tmp_path / "x.csv", ["red shoes"], [["blue shoes"]]))) == 1
-    assert "its first line is read as the name of its only column, 'red shoes'" in caplog.text
+    assert "the first line is read as the name of the only column, 'red shoes'" in caplog.text
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -349,7 +349,7 @@ def test_hive_partitions(
     years = [2023, 2023, 2024, 2024, None, None]
     assert corpus.columns.to_pydict() == {"year": years, "lang": ["a b"] * 6}
     assert pa.types.is_integer(corpus.columns["year"].type)
-    assert "the folders of its partitions are read as columns: lang, year" in caplog.text
+    assert "the names of partition folders are read as columns: lang, year" in caplog.text
     assert default_split(tmp_path) == "train"
     assert len(open_corpus(tmp_path / inside / "year=2023" / "lang=a%20b")) == 2
 
@@ -385,7 +385,8 @@ def test_a_table_beside_partitions_or_other_tables(
     (tmp_path / "dt=1").mkdir()
     (tmp_path / "more" / "extra.csv").rename(tmp_path / "dt=1" / "part-0.csv")
     with pytest.raises(
-        DualencError, match=r"a table \(train.csv\) beside partitions \(dt=1\); move one of them"
+        DualencError,
+        match=r"a table \(train.csv\) lies beside partitions \(dt=1\); move one of them",
     ):
         open_pairs(tmp_path)
 
@@ -432,7 +433,7 @@ def test_tables_with_a_log_of_their_files_are_refused(
     (tmp_path / marker).write_text("{}")
     with pytest.raises(
         DualencError,
-        match=f"{kind} table, whose log says which of its files are valid; write its rows",
+        match=f"{kind} table, whose log decides which of its files are valid; write its rows",
     ):
         open_pairs(tmp_path)
 
@@ -534,7 +535,7 @@ def test_bytes_are_texts_or_images_by_what_they_hold(
     pq.write_table(pa.table({"query": [f"q{i}" for i in range(6)], "document": contents}), path)
     assert pairs_of(path) == [("q0", "one"), ("q4", "naïve"), ("q5", "three")]
     assert (
-        "column 'document' is read as text: 3 of 4 values examined are bytes of UTF-8 and no images"
+        "column 'document' is read as text: 3 of 4 values examined are UTF-8 and not images"
         in caplog.text
     )
     images = [encoded(picture(1)), encoded(picture(2)), b"not found"]

@@ -221,6 +221,6 @@ def test_other_data_sets_of_the_hub_are_tables(
     assert detect("owner/nothing") == "hub"
     with pytest.raises(
         DualencError,
-        match=r"owner/nothing: no such file here, and as a dataset of the hub it does not load",
+        match=r"owner/nothing: not a local file, and loading it as a hub data set fails",
     ):
         BeirPairs("owner/nothing")

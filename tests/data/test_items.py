@@ -93,7 +93,7 @@ def test_ids_that_are_refused(names: list[Any], message: str) -> None:
         (b"", r"items\.arrow: truncated or corrupt \(.*\); write it again"),
         (b"ARROW1\x00\x00" + b"\xff" * 60 + b"ARROW1", r"items\.arrow: truncated or corrupt"),
         ({"id": ["a", None, "b"]}, "a string is missing"),
-        ({"name": ["a", "b", "c"]}, "has no column of ids"),
+        ({"name": ["a", "b", "c"]}, "lacks a column of ids"),
         ({"id": [1, 2, 3]}, "int64 instead of strings"),
         ({"id": ["a", "b", "c"], "text": [1, 2, 3]}, "int64 instead of strings"),
         ({"id": ["a"]}, "has 1 rows instead of 3"),

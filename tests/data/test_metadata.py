@@ -114,8 +114,8 @@ def test_columns_of_beir_and_of_vectors(tmp_path: Path) -> None:
     ("names", "told"),
     [
         (["yaer"], r"no column 'yaer' \(did you mean year\?\)"),
-        (["year", "YEAR"], "asked for twice"),
-        (["id"], "every result has its own id"),
+        (["year", "YEAR"], "given twice"),
+        (["id"], "every result already has a field id"),
         (["a b"], "letters, digits and _"),
         (["tags"], "column 'tags' holds"),
     ],
@@ -145,4 +145,4 @@ def test_infinite_numbers_are_reported(caplog: pytest.LogCaptureFixture) -> None
         None,
         None,
     ]
-    assert caplog.messages == ["column 'x': 2 infinite numbers are kept as missing values"]
+    assert caplog.messages == ["column 'x': 2 infinite numbers become missing values"]

@@ -169,34 +169,34 @@ VECTORS = [
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        ({}, {}, "sources is empty; name at least one"),
-        ({"a/b": "one"}, {}, "'a/b' is no name of a source; take letters, digits, _ and -"),
+        ({}, {}, "sources is empty; give at least one"),
+        ({"a/b": "one"}, {}, "'a/b' is not a valid source name; use letters, digits, _ and -"),
         (
             {"a": "one", "b": Mixture({"x": VECTORS[0]})},
             {},
-            "source b is a mixture itself; name its sources",
+            "source b is itself a mixture; list its sources",
         ),
         (
             {"a": "one", "b": "one"},
             {"weights": {"c": 1}},
-            "weights names 'c', which is no source; there are a, b",
+            "weights names 'c', which is not a source; the sources are a, b",
         ),
         (
             {"a": "one"},
             {"left_prompts": {"c": ""}},
-            "left_prompts names 'c', which is no source; there are a",
+            "left_prompts names 'c', which is not a source; the sources are a",
         ),
-        ({"a": "one"}, {"weights": {"a": 0}}, "the weight of a is 0; it must be a number above 0"),
+        ({"a": "one"}, {"weights": {"a": 0}}, "the weight of a is 0; give a number above 0"),
         ({"a": "one"}, {"weights": {"a": float("nan")}}, "the weight of a is nan"),
         (
             {"a": "one", "b": IMAGES},
             {},
-            "the left side of b is image, but that of a is text; mix sources of one kind",
+            "the left side of b is image, but a's is text; mix sources of one kind",
         ),
         (
             {"a": VECTORS[0], "b": VECTORS[1]},
             {},
-            "left side of b is vectors of 4 numbers, but that of a is vectors of 3",
+            "left side of b is vectors of 4 numbers, but a's is vectors of 3",
         ),
         (
             {"a": VECTORS[0]},
@@ -206,7 +206,7 @@ VECTORS = [
         (
             {"a": ImageViews([picture(1)]), "b": IMAGES},
             {},
-            "left side of b is image, but that of a is images alone",
+            "left side of b is image, but a's is images alone",
         ),
     ],
 )

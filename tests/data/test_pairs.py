@@ -104,7 +104,7 @@ def test_equal_documents_are_one_where_pairs_are_evaluated() -> None:
 
 @pytest.mark.parametrize("items", [(text for text in "ab"), "ab", {"a": 1}, {"a"}, None])
 def test_items_are_a_collection_by_position(items: object) -> None:
-    with pytest.raises(DualencError, match=r"left_items is of type .*; give a list of items"):
+    with pytest.raises(DualencError, match=r"left_items is of type .*; give a list, or"):
         PairDataset(items, ["x", "y"])  # type: ignore[arg-type]
 
 
@@ -113,9 +113,12 @@ def test_items_are_a_collection_by_position(items: object) -> None:
     [
         ({"left_id": [0, 2], "right_id": [0, 1]}, "left_id: 2 at row 1 is outside [0, 2)"),
         ({"left_id": [0, 1], "right_id": [-1, 1]}, "right_id: -1 at row 0 is outside [0, 3)"),
-        ({"left_id": [0.5, 1], "right_id": [0, 1]}, "left_id: give whole numbers"),
+        (
+            {"left_id": [0.5, 1], "right_id": [0, 1]},
+            "left_id: has type float64 and shape (2,); give integers",
+        ),
         ({"left_id": [0], "right_id": [0, 1]}, "left_id has 1 rows but right_id has 2"),
-        ({"left_id": [], "right_id": []}, "no pairs"),
+        ({"left_id": [], "right_id": []}, "the data is empty; give at least one pair"),
         (
             {"left_id": [0], "right_id": [0], "negatives": [[1], [2]]},
             "negatives has 2 rows for 1 pairs",
@@ -148,7 +151,7 @@ def test_both_parts_of_a_split_know_all_positives() -> None:
         == rest.right_id[:, None].tolist()
     )
     for share, message in (
-        (1.5, "share is 1.5; give one between 0 and 1"),
+        (1.5, "share must be between 0 and 1, got 1.5; give a share"),
         (0.1, "1 left items are too few.*held_out=0"),
     ):
         with pytest.raises(DualencError, match=message):

@@ -214,7 +214,8 @@ def test_the_columns_of_open_clip_are_found_from_either(tmp_path: Path) -> None:
 def test_a_label_column_of_a_folder_without_classes_is_an_error(tmp_path: Path) -> None:
     picture(5).save(tmp_path / "1.png")
     with pytest.raises(
-        DualencError, match="in no class folders, and it has no columns; name the table with 'kind'"
+        DualencError,
+        match="not in class folders, and a folder lacks columns; give the table that has 'kind'",
     ):
         open_corpus(tmp_path, label_column="kind")
 
@@ -286,13 +287,13 @@ def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "options", "message"),
     [
-        (open_pairs, {}, r"cannot tell which column is left_column; .*columns: first, second"),
+        (open_pairs, {}, r"it is unclear which column is left_column; .*columns: first, second"),
         (open_corpus, {}, "name text_column or image_column"),
         (open_corpus, {"modality": "text"}, "name text_column"),
         (
             open_corpus,
             {"on_error": "ignore"},
-            "on_error: 'ignore' is not a choice; take skip or raise",
+            "on_error: 'ignore' is not a valid choice; choose skip or raise",
         ),
         (open_corpus, {"columns": ["a b"]}, "letters, digits and _"),
     ],
@@ -312,7 +313,7 @@ def test_what_has_to_be_named(tmp_path: Path, read: Any, options: dict, message:
 def test_urls_are_refused_without_their_keys(read: Any, url: str) -> None:
     """A URL ends in one line that says to download the files, and repeats no key."""
     arguments = [url, url] if read is VectorPairs else [url]
-    with pytest.raises(DualencError, match="download the files first") as error:
+    with pytest.raises(DualencError, match="URLs are not supported; download the files") as error:
         read(*arguments)
     assert "secret" not in str(error.value)
 

@@ -380,7 +380,7 @@ def test_a_weight_column(tmp_path: Path, form: str) -> None:
     ]
     assert pairs.skipped == 2
     assert [pair.weight for pair in TablePairs(path, "q", "d")] == [1] * 6
-    with pytest.raises(BadSample, match="no weight of 0 or more in column 'grade'"):
+    with pytest.raises(BadSample, match="no weight >= 0 in column 'grade'"):
         TablePairs(path, "q", "d", weight_column="grade", on_error="raise")
 
 

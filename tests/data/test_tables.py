@@ -134,9 +134,9 @@ def test_a_hub_name_goes_to_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("no/such/*.parquet", "no such file"),
         (
             "images",
-            r"images: no table in this folder \(ImageFolderViews reads images\); give a file",
+            r"images: no table in this folder \(use ImageFolderViews for images\); give a file",
         ),
-        ("owner/nothing", "as a dataset of the hub it does not load"),
+        ("owner/nothing", "not a local file, and loading it as a hub data set fails"),
     ],
 )
 def test_sources_that_cannot_be_read(

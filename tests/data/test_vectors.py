@@ -173,7 +173,7 @@ def test_ids_without_a_vector_are_counted(tmp_path: Path) -> None:
     ]
     with pytest.raises(BadSample, match=r"mined\.jsonl:2: id without a vector; column 'query'"):
         MinedPairs(path, queries=queries, documents=documents, on_error="raise")
-    with pytest.raises(DualencError, match="queries and documents are given together"):
+    with pytest.raises(DualencError, match="queries and documents must be given together"):
         MinedPairs(path, queries=queries)
 
 

@@ -127,7 +127,7 @@ def test_equal_captions_share_an_id(tmp_path: Path) -> None:
     assert (pairs.left_id.tolist(), pairs.right_id.tolist()) == ([0, 1, 2, 0], [0, 0, 1, 2])
     assert WebDatasetPairs(path, deduplicate=False).right_id.tolist() == [0, 1, 2, 3]
     assert [pairs[i].right for i in range(3)] == ["same", "same", "other"]
-    with pytest.raises(BadSample, match=r"its \.txt holds no text in UTF-8"):
+    with pytest.raises(BadSample, match=r"its \.txt is empty or not UTF-8"):
         pairs[3]
 
 

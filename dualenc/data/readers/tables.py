@@ -466,7 +466,7 @@ def _check_headers(headers: Mapping[Path, list[str]]) -> None:
         if len(other) != len(names) or set(other) == set(names):
             continue
         # Some shared names suggest a dropped column, none that the file lacks a header.
-        problem = f"its first line ({_shown(other)}) differs from {first.name}'s ({_shown(names)})"
+        problem = f"its first line ({_shown(other)}) is not that of {first.name} ({_shown(names)})"
         if set(other).isdisjoint(names):
             raise DualencError(
                 problem,
