@@ -154,7 +154,9 @@ class Column:
         array = self._stored()
         if self.modality == "text" and _is(array.type, *_BYTES):
             return pa.chunked_array([_decode(chunk) for chunk in array.chunks], pa.large_string())
-        return pc.if_else(pc.is_nan(array), None, array) if _is(array.type, "floating") else array
+        if _is(array.type, "floating"):
+            return pc.if_else(pc.is_nan(array), None, array)
+        return array
 
     @cached_property
     def rows(self) -> np.ndarray:
@@ -210,7 +212,9 @@ class Column:
 
 def _spread(array: pa.ChunkedArray, most: int) -> list[Any]:
     """Return at most `most` values of an array, evenly spaced."""
-    rows = np.linspace(0, max(0, len(array) - 1), min(len(array), most), dtype=np.int64)
+    last = max(0, len(array) - 1)
+    count = min(len(array), most)
+    rows = np.linspace(0, last, count, dtype=np.int64)
     return [array[int(row)].as_py() for row in np.unique(rows)]
 
 

@@ -168,22 +168,25 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
         pairs = pairs.merged()
     queries, _ = used_items(pairs, "left")
     left_ids = np.unique(pairs.left_id)
-    positives = pairs.positives("left", left_ids)  # (Q, K)
-    relevant = np.unique(positives[positives >= 0])
+    positives = pairs.positives("left", left_ids)  # (Q, K), padded with -1
+    is_item = positives >= 0
+    relevant = np.unique(positives[is_item])
     others = np.setdiff1d(items, relevant)
     # All relevant documents stay: without them no search could reach a recall of 1.
     if len(others) > most - len(relevant):
-        others = np.random.default_rng(0).choice(
-            others, max(0, most - len(relevant)), replace=False
-        )
-    kept = np.union1d(relevant, others)
-    names = dict(zip(kept.tolist(), _side_ids("right", kept), strict=True))
+        generator = np.random.default_rng(0)
+        num_others = max(0, most - len(relevant))
+        others = generator.choice(others, num_others, replace=False)
+    documents = np.union1d(relevant, others)
+    names = dict(zip(documents.tolist(), _side_ids("right", documents), strict=True))
     copies = pairs.copies("left")
     if copies is not None:
         # As in BEIR, evaluation drops results with the id of the query.
         of_queries = zip(copies[left_ids].tolist(), queries.ids, strict=True)
         names |= {item: query for item, query in of_queries if item in names}
-    corpus = Corpus(list(names.values()), Picked(pairs.right_items, kept), pairs.right_modality)
+    corpus = Corpus(
+        list(names.values()), Picked(pairs.right_items, documents), pairs.right_modality
+    )
     qrels: dict[str, dict[str, int]] = {}
     for query, own in zip(queries.ids, positives, strict=True):
         qrels[query] = {names[item]: 1 for item in own[own >= 0].tolist()}
@@ -194,7 +197,8 @@ def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
     """Return the items of a side that belong to a pair, and each pair's row among them."""
     modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
-    return Corpus(_side_ids(side, used), Picked(pairs.items(side), used), modality), rows
+    items = Picked(pairs.items(side), used)
+    return Corpus(_side_ids(side, used), items, modality), rows
 
 
 def _side_ids(side: Side, items: np.ndarray) -> list[str]:

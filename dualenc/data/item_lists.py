@@ -57,7 +57,8 @@ class Joined:
     def __init__(self, parts: Sequence[Items], prompts: Sequence[str] | None = None) -> None:
         self.parts = list(parts)
         self.prompts = list(prompts or [""] * len(parts))
-        self.starts = [0, *np.cumsum([len(part) for part in parts]).tolist()]
+        sizes = [len(part) for part in parts]
+        self.starts = [0, *np.cumsum(sizes).tolist()]
 
     def __len__(self) -> int:
         return self.starts[-1]

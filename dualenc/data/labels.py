@@ -24,7 +24,8 @@ def labels_of_names(names: Sequence[str]) -> Labels:
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array(names, dtype=np.int64)
         num_classes = int(numbers.max(initial=-1)) + 1
-        return numbers, [str(number) for number in range(num_classes)]
+        class_names = [str(number) for number in range(num_classes)]
+        return numbers, class_names
     classes, numbers = np.unique(np.array(names, dtype=str), return_inverse=True)
     return numbers, classes.tolist()
 

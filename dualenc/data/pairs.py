@@ -175,10 +175,22 @@ class PairDataset:
         # Both views are of one image, which is decoded once.
         left = self.item("left", left_id)
         right = left if self.views else self.item("right", right_id)
-        weight = 1.0 if self.weights is None else float(self.weights[index])
-        negative_ids = () if self.negatives is None else tuple(self.negatives.row(index).tolist())
-        negatives = tuple(self.item("right", item_id) for item_id in negative_ids)
-        return Pair(index, left_id, right_id, left, right, negatives, negative_ids, weight)
+        weight = 1.0
+        if self.weights is not None:
+            weight = float(self.weights[index])
+        negative_ids: tuple[int, ...] = ()
+        if self.negatives is not None:
+            negative_ids = tuple(self.negatives.row(index).tolist())
+        return Pair(
+            index,
+            left_id,
+            right_id,
+            left,
+            right,
+            negatives=tuple(self.item("right", item_id) for item_id in negative_ids),
+            negative_ids=negative_ids,
+            weight=weight,
+        )
 
     def items(self, side: Side) -> Items:
         """Return the raw items of a side."""
@@ -238,11 +250,10 @@ class PairDataset:
             right = left if self.views else self._hashes("right")
             # Texts of both sides are numbered together, to find copies across sides.
             is_text = self.left_modality == self.right_modality == "text"
-            numbers = (
-                _numbers_of_hashes([left, right])
-                if is_text
-                else [_numbers_of_hashes([x])[0] for x in (left, right)]
-            )
+            if is_text:
+                numbers = _numbers_of_hashes([left, right])
+            else:
+                numbers = [_numbers_of_hashes([part])[0] for part in (left, right)]
             self._contents["left"], self._contents["right"] = numbers
         return self._contents[side]
 
@@ -419,7 +430,9 @@ class Alike(NamedTuple):
         """Return the opposite items of some own items (n,) as (n, K), padded with -1."""
         partners = self.partners.take(self.own[ids])
         members = self.members.take(partners.values)
-        return Ragged(members.values, members.offsets[partners.offsets]).padded(np.arange(len(ids)))
+        # Members of all partners of an item are adjacent, so its row only needs other offsets.
+        rows = Ragged(members.values, members.offsets[partners.offsets])
+        return rows.padded(np.arange(len(ids)))
 
 
 def _item_hashes(items: Items) -> pa.Array:
@@ -445,10 +458,12 @@ def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
     Each null gets a unique number.
     """
     joined = pa.chunked_array(parts).combine_chunks()
-    numbers = joined.dictionary_encode().indices.fill_null(-1).to_numpy().astype(np.int64)
+    codes = joined.dictionary_encode().indices
+    numbers = codes.fill_null(-1).to_numpy().astype(np.int64)
     # An item that cannot be read is equal to none, not even to another unreadable one.
     is_null = numbers < 0
-    numbers[is_null] = numbers.max(initial=-1) + 1 + np.arange(is_null.sum())
+    first_unused = numbers.max(initial=-1) + 1
+    numbers[is_null] = first_unused + np.arange(is_null.sum())
     return np.split(numbers, [len(parts[0])])[: len(parts)]
 
 

@@ -68,7 +68,9 @@ class Ragged(NamedTuple):
 
     def keep(self, mask: np.ndarray) -> Ragged:
         """Return the same rows with only the values where `mask` (len(values),) is True."""
-        return Ragged(self.values[mask], np.concatenate([[0], np.cumsum(mask)])[self.offsets])
+        # Number of values kept before each position, which are the new offsets at the old ones.
+        kept_before = np.concatenate([[0], np.cumsum(mask)])
+        return Ragged(self.values[mask], kept_before[self.offsets])
 
     def first_in_row(self) -> np.ndarray:
         """Return a mask (len(values),), False where a value repeats an earlier one of its row.

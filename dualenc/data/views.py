@@ -23,6 +23,10 @@ Draw = Callable[[], float]
 """Draws a uniform random number in [0, 1)."""
 
 
+MAX_RATIO = 4 / 3
+"""Largest aspect ratio of a crop; the smallest is its inverse."""
+
+
 class SimCLR:
     """SimCLR's augmentation: crop, flip, color jitter, grayscale, blur.
 
@@ -95,19 +99,23 @@ def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int,
     The crop covers `min_area` to all of the image's area, with an aspect ratio from 3/4 to 4/3.
     """
     for _ in range(10):
-        area = height * width * (min_area + (1 - min_area) * draw())
+        share = min_area + (1 - min_area) * draw()
+        area = height * width * share
         # Log-uniform, so that wide and tall crops are equally likely.
-        ratio = math.exp((2 * draw() - 1) * math.log(4 / 3))
-        w = round(math.sqrt(area * ratio))
-        h = round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            top = int(draw() * (height - h + 1))
-            left = int(draw() * (width - w + 1))
-            return top, left, h, w
+        log_ratio = (2 * draw() - 1) * math.log(MAX_RATIO)
+        ratio = math.exp(log_ratio)
+        crop_width = round(math.sqrt(area * ratio))
+        crop_height = round(math.sqrt(area / ratio))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            top = int(draw() * (height - crop_height + 1))
+            left = int(draw() * (width - crop_width + 1))
+            return top, left, crop_height, crop_width
     # No crop fits in very long images: take the largest central one with an allowed ratio.
-    w = min(width, round(height * 4 / 3))
-    h = min(height, round(width * 4 / 3))
-    return (height - h) // 2, (width - w) // 2, h, w
+    crop_width = min(width, round(height * MAX_RATIO))
+    crop_height = min(height, round(width * MAX_RATIO))
+    top = (height - crop_height) // 2
+    left = (width - crop_width) // 2
+    return top, left, crop_height, crop_width
 
 
 def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
@@ -143,9 +151,13 @@ def blur_matrix(length: int, sigma: float, kernel: int) -> Tensor:
         kernel: odd number of pixels under the Gaussian.
     """
     offsets = torch.arange(kernel) - kernel // 2
-    weights = torch.softmax(-0.5 * (offsets / torch.tensor(sigma)) ** 2, dim=0)
+    # A softmax of log densities is the Gaussian, normalized.
+    log_density = -0.5 * (offsets / torch.tensor(sigma)) ** 2
+    weights = torch.softmax(log_density, dim=0)
     # Row i holds the weight of each position in the blurred value at position i. Positions beyond
     # a border are reflected, without repeating the border.
     source = (torch.arange(length)[:, None] + offsets).abs()
-    source = torch.where(source >= length, 2 * (length - 1) - source, source)
-    return torch.zeros(length, length).scatter_add_(1, source, weights.expand(length, kernel))
+    is_beyond = source >= length
+    source = torch.where(is_beyond, 2 * (length - 1) - source, source)
+    matrix = torch.zeros(length, length)
+    return matrix.scatter_add_(1, source, weights.expand(length, kernel))

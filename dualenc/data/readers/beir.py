@@ -131,8 +131,10 @@ def relevant_pairs(
         grades += relevant.values()
     right_id = rows_of(document_ids, documents)
     is_pair = right_id >= 0
-    used, left_id = np.unique(np.array(query_rows)[is_pair], return_inverse=True)
-    return queries.take(used), left_id, right_id[is_pair], np.array(grades)[is_pair]
+    paired_rows = np.array(query_rows)[is_pair]
+    paired_grades = np.array(grades)[is_pair]
+    used, left_id = np.unique(paired_rows, return_inverse=True)
+    return queries.take(used), left_id, right_id[is_pair], paired_grades
 
 
 def read_beir(
@@ -322,9 +324,10 @@ def _header_places(names: list[str]) -> list[int]:
     if len(known) < 2 and not columns_named(names[-1:], LABELS):
         return []
     others = [name for name in names if name not in ("", "Unnamed: 0", *known)]
-    # TREC's unused column of iterations is dropped if another column is named like labels.
-    labels = columns_named(others, LABELS) or others
-    return [names.index(name) for name in (*known, *(labels if len(known) == 2 else others))]
+    if len(known) == 2:
+        # TREC's unused column of iterations is dropped if another column is named like labels.
+        others = columns_named(others, LABELS) or others
+    return [names.index(name) for name in (*known, *others)]
 
 
 def _judgements(entries: Iterable[tuple[str, list[str]]], bad_rows: BadRows) -> Iterator[Judgement]:
@@ -385,5 +388,8 @@ def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[
         )
     for row, record in enumerate(rows.to_pylist()):
         grade = record[grades[0]] if grades else 1
-        fields = [record[query], record[document], int(grade) if isinstance(grade, bool) else grade]
+        # str(True) would not be a grade.
+        if isinstance(grade, bool):
+            grade = int(grade)
+        fields = [record[query], record[document], grade]
         yield f"{name} row {row}", ["" if value is None else str(value) for value in fields]

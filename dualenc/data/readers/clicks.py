@@ -249,7 +249,9 @@ def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
     if not values:
         return 0.0
     whole = [value.removesuffix(".0") for value in values]
-    return float(np.mean((rows_of(ids, values) >= 0) | (rows_of(ids, whole) >= 0)))
+    is_id = rows_of(ids, values) >= 0
+    is_id |= rows_of(ids, whole) >= 0
+    return float(np.mean(is_id))
 
 
 class DocumentSplit(NamedTuple):
@@ -298,12 +300,14 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
             f"most must be 0 or more, got {most}",
             fix="give the maximum number of queries",
         )
-    order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(distinct(pairs.left_id)).tolist()
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
     # Holding out a document costs all its pairs, also those of queries that stay in training.
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
+    budget = share * len(pairs)
     is_held_out = np.zeros(pairs.num_right, dtype=bool)
-    is_held_out[_draw_documents(order, documents, num_pairs, share * len(pairs), most)] = True
+    is_held_out[_draw_documents(order, documents, num_pairs, budget, most)] = True
     rest = ~is_held_out[pairs.right_id]
     num_trained = np.bincount(pairs.left_id, rest, pairs.num_left)
     # A query with documents on both sides of the split keeps only its training pairs and is not
@@ -317,7 +321,8 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     for queries in (new, known, new + known):
         rows = np.flatnonzero(np.isin(pairs.left_id, queries))
         parts.append(pairs.take(rows) if len(rows) else None)
-    return DocumentSplit(pairs.take(np.flatnonzero(is_trained), positives_of=pairs), *parts)
+    trained = pairs.take(np.flatnonzero(is_trained), positives_of=pairs)
+    return DocumentSplit(trained, *parts)
 
 
 def _draw_documents(

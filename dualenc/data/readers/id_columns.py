@@ -67,7 +67,8 @@ def are_row_numbers(values: Sequence[Any]) -> bool:
     """Return True if values count up by one, as in an index column."""
     # pandas writes 7.0 beside missing values. Nobody has 10^18 rows: such numbers are ids.
     texts = [str(value).strip().removesuffix(".0") for value in values]
-    if len(texts) < 2 or not all(text.isdecimal() and len(text) < 19 for text in texts):
+    are_integers = all(text.isdecimal() and len(text) < 19 for text in texts)
+    if len(texts) < 2 or not are_integers:
         return False
     numbers = [int(text) for text in texts]
     return all(after == before + 1 for before, after in pairwise(numbers))
@@ -75,6 +76,7 @@ def are_row_numbers(values: Sequence[Any]) -> bool:
 
 def _repeats(values: Sequence[Any]) -> bool:
     """Return True if many values occur more than once; lists are left for the reader to refuse."""
-    filled = [str(value) for value in values if value is not None and str(value).strip()]
+    texts = ["" if value is None else str(value) for value in values]
+    filled = [text for text in texts if text.strip()]
     repeated = len(filled) - len(set(filled))
     return repeated > _FEW and repeated > _MAX_REPEATED * len(filled)

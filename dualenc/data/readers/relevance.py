@@ -264,12 +264,14 @@ def _meanings(texts: Sequence[str], name: str, is_named: bool) -> dict[str, floa
         if plain in distinct:
             return {other: 0.0, plain: 1.0}
     if all(text in _WORDS or negated.get(text) in _WORDS for text in distinct):
-        return {
-            text: _WORDS[text] if text in _WORDS else 1 - _WORDS[negated[text]] for text in distinct
-        }
+        opposites = {text: 1 - _WORDS[word] for text, word in negated.items() if word in _WORDS}
+        known = {**opposites, **_WORDS}
+        return {text: known[text] for text in distinct}
     if len(distinct) <= _MAX_WORDS and all(_NAME_OF_CLASS.fullmatch(text) for text in distinct):
-        shown = ", ".join(repr(text[:30]) for text in distinct[:3])
-        return f"{_TEXTS} ({shown}{', …' if len(distinct) > 3 else ''}) do not say which rows match"
+        shown = [repr(text[:30]) for text in distinct[:3]]
+        if len(distinct) > 3:
+            shown.append("…")
+        return f"{_TEXTS} ({', '.join(shown)}) do not say which rows match"
     return None
 
 
@@ -286,23 +288,27 @@ def _of_numbers(
     numbers: dict[str, float], name: str, is_named: bool
 ) -> dict[str, float] | str | None:
     values = sorted(set(numbers.values()))
+    lowest = values[0]
+    highest = values[-1]
+    meanings = {text: float(number > 0) for text, number in numbers.items()}
     is_whole = all(value.is_integer() for value in values)
-    if is_named or values == [-1, 1] or (is_whole and values[0] >= 0 and name in COUNTS):
-        return {text: float(number > 0) for text, number in numbers.items()}
+    is_count = is_whole and lowest >= 0 and name in COUNTS
+    if is_named or is_count or values == [-1, 1]:
+        return meanings
     if not is_whole:
         # Fractions in these ranges may be similarities or scores, which need a threshold; others
         # are quantities of something else.
-        if values[0] >= 0 or (values[0] >= -1 and values[-1] <= 1):
-            return (
-                f"its numbers ({values[0]:g} to {values[-1]:g}) do not say from where on rows match"
-            )
+        if lowest >= 0 or (lowest >= -1 and highest <= 1):
+            return f"its numbers ({lowest:g} to {highest:g}) do not say from where on rows match"
         return None
-    if values[0] < 0:
-        return None if values[-1] > MAX_GRADE else f"it holds negative numbers ({values[0]:g})"
-    if values[-1] > MAX_GRADE:
-        return f"its numbers go up to {values[-1]:g}" if name not in KINDS else None
-    if values[0] > 0:
-        return f"its numbers ({values[0]:g} to {values[-1]:g}) have no 0 for rows that do not match"
+    if lowest < 0:
+        return None if highest > MAX_GRADE else f"it holds negative numbers ({lowest:g})"
+    if highest > MAX_GRADE:
+        # Large numbers in a column such as `label` are classes; elsewhere their scale is unclear.
+        return None if name in KINDS else f"its numbers go up to {highest:g}"
+    if lowest > 0:
+        # On a scale from 1 to 5 it is unclear where a match begins.
+        return f"its numbers ({lowest:g} to {highest:g}) have no 0 for rows that do not match"
     if name in KINDS:
-        return f"its numbers (0 to {values[-1]:g}) may be grades, or stand for kinds"
-    return {text: float(number > 0) for text, number in numbers.items()}
+        return f"its numbers (0 to {highest:g}) may be grades, or stand for kinds"
+    return meanings

@@ -187,9 +187,10 @@ def read_partitions(folder: Path, files: Iterable[Path]) -> list[Partition]:
         are_numbers = all(map(_WHOLE_NUMBER.fullmatch, values))
         for row in partitions:
             value = row.get(name, _NULL_PARTITION)
-            row[name] = (
-                None if value == _NULL_PARTITION else int(str(value)) if are_numbers else value
-            )
+            if value == _NULL_PARTITION:
+                row[name] = None
+            else:
+                row[name] = int(str(value)) if are_numbers else value
     shown = ", ".join(sorted(names))
     report_once(f"{folder}: the names of partition folders are read as columns: {shown}")
     return partitions

@@ -436,14 +436,13 @@ class TableSource:
             parsed = parsed.set(names.index(name), pa.field(name, _TYPES[columns[name]]))
 
         # Do not read ahead more than one batch: otherwise a file is in memory twice.
+        scan = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False)
         options: dict[str, Any] = {
             "batch_size": BATCH_ROWS,
             "batch_readahead": 1,
             "fragment_readahead": 1,
+            "fragment_scan_options": scan,
         }
-        options["fragment_scan_options"] = pyarrow.dataset.ParquetFragmentScanOptions(
-            pre_buffer=False
-        )
 
         def batches(_: BadRows) -> Iterator[pa.RecordBatch]:
             for number, file in enumerate(self.files):

@@ -126,7 +126,8 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
     """Open the vectors of a folder of embeddings or a .npy file."""
     if Path(source).suffix == ".npy":
         matrix = load_npy(Path(source))
-        opened = Embeddings([str(row) for row in range(len(matrix))], matrix)
+        row_numbers = [str(row) for row in range(len(matrix))]
+        opened = Embeddings(row_numbers, matrix)
     else:
         opened = Embeddings.open(source)
     stored = pa.table({}) if opened.columns is None else opened.columns
@@ -139,8 +140,11 @@ def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) 
     names = list(opened.ids)  # decodes in blocks, much faster than one by one
     rows = np.flatnonzero(usable(faults))
     ids, positions = distinct_ids(names, rows, bad_rows, position_of, "vector")
-    selected = stored.select(columns).take(positions) if columns else None
-    return Corpus(ids, Picked(VectorItems(opened.vectors), positions), "vector", columns=selected)
+    items = Picked(VectorItems(opened.vectors), positions)
+    selected = None
+    if columns:
+        selected = stored.select(columns).take(positions)
+    return Corpus(ids, items, "vector", columns=selected)
 
 
 def load_npy(path: Path) -> np.ndarray:

@@ -36,17 +36,22 @@ def parse_list(text: object) -> list[Any] | None:
         value is None or (isinstance(value, (str, int, float)) and not isinstance(value, bool))
         for value in values
     )
-    has_one_kind = (
-        is_plain and len({isinstance(value, str) for value in values if value is not None}) < 2
-    )
-    return values if has_one_kind else None
+    if not is_plain:
+        return None
+    are_texts = {isinstance(value, str) for value in values if value is not None}
+    return values if len(are_texts) < 2 else None
 
 
 def _of_numpy(text: str) -> list[Any]:
     """Return the numbers of a printed array, `[1. 2.]`; integers stay integers."""
     words = text.strip()[1:-1].split()
-    convert = int if all(word.lstrip("+-").isdecimal() for word in words) else float
-    return [None if word.lstrip("+-") in ("nan", "inf") else convert(word) for word in words]
+    unsigned = [word.lstrip("+-") for word in words]
+    convert = int if all(word.isdecimal() for word in unsigned) else float
+    numbers: list[Any] = []
+    for word, without_sign in zip(words, unsigned):
+        is_number = without_sign not in ("nan", "inf")
+        numbers.append(convert(word) if is_number else None)
+    return numbers
 
 
 def _parsed(text: str) -> Any:

@@ -290,10 +290,12 @@ def _item_batches(
 
 def write_order(paths: Sequence[Path]) -> None:
     """Write order.npy next to Arrow files: their rows in the order of the ids."""
-    batches = [batch for path in paths for batch in read_batches(path, "write the folder again")]
+    fix = "write the folder again"
+    batches = [batch for path in paths for batch in read_batches(path, fix)]
     ids = pa.chunked_array([batch.column("id") for batch in batches])
+    order = pc.sort_indices(ids).to_numpy()
     with atomic_path(paths[0].with_name(ORDER)) as part:
-        save_array(part, pc.sort_indices(ids).to_numpy().astype(np.uint32))
+        save_array(part, order.astype(np.uint32))
 
 
 def check_ids(ids: Sequence[str]) -> None:

@@ -123,9 +123,11 @@ def _as_double(values: pa.Array) -> pa.Array:
     """Convert numbers to float64: integers exactly, fractions to their shortest decimals."""
     if values.type == pa.float16():
         # Arrow prints float16 with the digits of float32; NumPy finds the shortest ones.
-        distinct, rows = np.unique(values.to_numpy(zero_copy_only=False), return_inverse=True)
+        halves = values.to_numpy(zero_copy_only=False)
+        distinct, rows = np.unique(halves, return_inverse=True)
+        decimals = np.array([float(str(value)) for value in distinct])
         exact = pa.array(distinct[rows].astype(np.float64))
-        shortest = pa.array(np.array([float(str(value)) for value in distinct])[rows])
+        shortest = pa.array(decimals[rows])
     elif values.type == pa.float32():
         exact = values.cast(pa.float64())
         shortest = values.cast(pa.string()).cast(pa.float64())

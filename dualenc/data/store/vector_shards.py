@@ -183,7 +183,8 @@ class ShardedVectors:
 
     def __init__(self, shards: Sequence[np.ndarray]) -> None:
         self.shards = list(shards)
-        self.offsets = np.cumsum([0, *(len(shard) for shard in self.shards)])
+        sizes = [len(shard) for shard in self.shards]
+        self.offsets = np.cumsum([0, *sizes])
         self.dtype = self.shards[0].dtype
         self.shape = (int(self.offsets[-1]), self.shards[0].shape[1])
 
