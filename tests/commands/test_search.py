@@ -307,7 +307,7 @@ def test_images_are_found_by_image_and_by_text(
         ("embed MODEL no.jsonl --out OUT", "no.jsonl"),
         ("embed no/model DOCS --out OUT", "no/model: "),
         ("embed MODEL DOCS --out OUT --batch-size 0", 'Invalid value "0" for --batch-size.'),
-        ("embed MODEL DOCS --out OUT --dim 33", "dim is 33: give 1 to 32"),
+        ("embed MODEL DOCS --out OUT --dim 33", "dim is 33; give 1 to 32"),
         (
             "index MODEL --out OUT",
             "is not a folder of embeddings; if it is a model, name the data too",

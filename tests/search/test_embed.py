@@ -213,6 +213,42 @@ def test_the_checksum_follows_weights_and_prompt() -> None:
     assert len(set(checksums)) == 3
 
 
+@pytest.mark.parametrize("change", ["step", "data", "array", "load", "tensor", "order"])
+def test_a_cached_checksum_follows_every_way_to_change_weights(change: str) -> None:
+    """A version counter alone would miss `.data` and arrays; an address alone, all in-place ones."""
+    tower = LetterTower()
+    before = tower_checksum(tower)
+    assert tower_checksum(tower) == before, "from the cache"
+    weight = tower.letters.weight
+    if change == "step":
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=1e-3).step()
+    elif change == "data":
+        weight.data[0, 0] += 1
+    elif change == "array":
+        weight.detach().numpy()[0, 0] += 1
+    elif change == "load":
+        state = {name: value + 1 for name, value in tower.state_dict().items()}
+        tower.load_state_dict(state)
+    elif change == "tensor":
+        tower.letters.weight = torch.nn.Parameter(weight + 1)
+    else:
+        weight.data = weight.data.flip(0)
+    fresh = LetterTower()
+    fresh.load_state_dict(tower.state_dict())
+    assert tower_checksum(tower) != before
+    assert tower_checksum(fresh) == tower_checksum(tower)
+
+
+def test_weights_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LetterTower()
+    with torch.no_grad():
+        model.letters.weight.uniform_()
+    first = tower_checksum(model)
+    monkeypatch.setattr("dualenc.search.embed.encode.hashlib.sha256", None)
+    assert tower_checksum(model) == first
+
+
 def test_the_checksum_follows_pooling() -> None:
     from sentence_transformers.sentence_transformer.modules import Pooling
 
@@ -264,7 +300,7 @@ def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
         (images(), {}, "the data is image, but this side of the model encodes text"),
         (corpus(), {"batch_size": 0}, "batch_size is 0"),
         (corpus(), {"num_workers": -1}, "num_workers is -1"),
-        (Corpus([], []), {}, "no items"),
+        (Corpus([], []), {}, "the data is empty"),
     ],
 )
 def test_arguments_that_do_not_fit(data: Corpus, options: dict[str, Any], message: str) -> None:
