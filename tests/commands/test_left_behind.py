@@ -119,7 +119,7 @@ def test_strangers_folders_beside_other_outputs_stay(
     mined = ("mine", made / "old", made / "train", "--out", tmp_path / "mined.jsonl")
     cases: dict[str, tuple[Any, str]] = {
         ".built.part": (built, "holds 'notes.txt', which dualenc did not write; move it away"),
-        ".built.embeddings": (built, "exists and holds no embeddings"),
+        ".built.embeddings": (built, "already exists and is not a folder of embeddings"),
         ".mined.jsonl.mining": (mined, "exists and was not left by mining; move it away"),
         ".mined.jsonl.part": (
             mined,

@@ -1,9 +1,9 @@
-"""Embedding writer: any number of workers write the shards of a shared folder, and resume at any
-moment.
+"""Embedding writer: any number of workers write the shards of a shared folder and can resume.
 
-data-00001.lock      while the folder is unfinished: the lock of the worker that writes this shard
-finish.lock          and of the worker that writes the other files of
-`dualenc.data.store.vector_shards`
+The files are those of `dualenc.data.store.vector_shards`, and while the folder is unfinished:
+
+data-00001.lock      lock of the worker that writes this shard
+finish.lock          lock of the worker that writes the other files
 """
 
 from __future__ import annotations
@@ -49,28 +49,35 @@ from dualenc.io.targets import check_outside
 MAX_SHARD_ROWS = 16384
 MIN_SHARD_ROWS = 1024
 MIN_SHARDS = 8
-"""Of a small corpus, unless its shards would get too small."""
+"""Minimum number of shards of a small corpus, unless they would get too small."""
 CREATION = "create"
-"""Name of the lock under which one worker writes the first meta.json."""
+"""Name of the lock that one worker holds to write the first meta.json."""
 MIN_WAIT = 0.05
 MAX_WAIT = 2.0
-"""Seconds between polls for the shards of other workers, which grow."""
+"""Bounds of the growing interval, in seconds, between polls for other workers' shards."""
 _NOTE = b"dualenc"
-"""Key of the provenance of a shard in its schema's metadata."""
+"""Key of a shard's provenance in the metadata of its schema."""
 
 Skipped = list[tuple[int, str]]
-"""Rows of the corpus without a vector, each with the reason."""
+"""Skipped corpus rows and why they were skipped."""
 
 
 def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
-    """Entries of meta.json on items without a vector: their number, and the first hundred."""
+    """Return the entries of meta.json on items without a vector: their number, and the first
+    100."""
     first = [{"id": ids[row], "reason": reason} for row, reason in skipped[:100]]
     return {"skipped": len(skipped), "first_skipped": first}
 
 
 def shard_ranges(num_items: int) -> list[range]:
-    """Rows of each shard: at most 16384, and about 8 shards for small corpora so that processes can
-    share them."""
+    """Return the rows of each shard.
+
+    A shard has at most 16,384 rows. Small corpora get about 8 shards, so that processes can share
+    them.
+
+    Args:
+        num_items: N, number of items.
+    """
     number = max(
         math.ceil(num_items / MAX_SHARD_ROWS),
         min(MIN_SHARDS, math.ceil(num_items / MIN_SHARD_ROWS)),
@@ -81,37 +88,47 @@ def shard_ranges(num_items: int) -> list[range]:
 
 
 def check_embeddings_target(folder: Path) -> bool:
-    """True if a folder holds embeddings, finished or not; refuse others, and places inside such."""
+    """Return True if a folder holds embeddings, finished or not; raise for other content."""
     check_outside(folder)
     exists = folder.exists() and not folder.is_dir()
     if folder.is_dir():
-        # Another worker may be about to write meta.json.
+        # The temporary files of a worker that is about to write meta.json do not count.
         exists = any(
             not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder)
         )
     if exists and not (folder / "meta.json").is_file():
         raise DualencError(
-            f"{folder}: exists and holds no embeddings; choose a new or empty folder"
+            "already exists and is not a folder of embeddings",
+            fix="choose a new or empty folder",
+            where=folder,
         )
     return exists and bool(read_meta(folder))
 
 
 class EmbeddingWriter:
-    """Writes embeddings of N items to a folder that any number of workers share, each with a
-    writer.
+    """Write embeddings of N items to a folder that any number of workers share.
+
+    Each worker creates a writer and calls `write_all`.
+
+        writer = EmbeddingWriter("out", ["a", "b"], 8, "float32", {"side": "left"})
+        embeddings = writer.write_all(
+            lambda number: (np.ones((len(writer.ranges[number]), 8), np.float32), [])
+        )
 
     Args:
-        folder: new or empty, or written or left unfinished by workers with the same identity.
+        folder: new or empty folder, or one that workers with the same identity wrote or left
+            unfinished.
         ids: (N,) ids of the items.
-        dim: D, the size of the vectors.
-        dtype: "float16" or "float32".
+        dim: D, size of the vectors.
+        dtype: precision of the stored vectors, "float16" or "float32".
         identity: entries of meta.json that must be equal to join or resume (`model_checksum`,
             `side`, …).
         notes: further entries of meta.json that may differ (`model`, …).
-        contents: fingerprint of the items of a range of rows; a shard whose items have changed is
-            written again.
-        snippet: the text to show for a row; None keeps no texts.
-        whole_text: the text of a row, of which a hash is kept; None keeps none.
+        contents: function from a range of rows to the fingerprint of their items; a shard whose
+            items have changed is written again.
+        snippet: function from a row to the text to show for it; None stores no texts.
+        whole_text: function from a row to its full text, of which a hash is stored; None stores
+            none.
         columns: (N,) rows of the user's columns, to filter search results by.
     """
 
@@ -145,13 +162,14 @@ class EmbeddingWriter:
         self.whole_text = whole_text
         self._has_checked = False
         self._create()
-        # Killed workers leave lock files behind.
+        # Workers that were killed leave lock files behind.
         if self._is_complete():
             self._remove_locks()
         self._initial_version = version_of(self.folder / "meta.json")
         recover_inside(self.folder)
 
     def _create(self) -> None:
+        """Create the folder with an unfinished meta.json, unless another worker has done so."""
         if check_embeddings_target(self.folder):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -160,18 +178,19 @@ class EmbeddingWriter:
                 self._write_meta(complete=False)
 
     def _is_complete(self) -> bool:
-        """Whether the folder is finished, according to its meta.json, which must be of the same
-        embeddings."""
+        """Return True if meta.json says complete; raise if it describes other embeddings."""
         meta = read_meta(self.folder)
         for key, value in self.identity.items():
             if meta.get(key) != value:
-                problem = (
-                    f"holds embeddings with {key} {str(meta.get(key))[:40]}, not {str(value)[:40]}"
+                raise DualencError(
+                    f"holds embeddings with {key} {str(meta.get(key))[:40]}, not {str(value)[:40]}",
+                    fix="choose another folder or remove it",
+                    where=self.folder,
                 )
-                raise DualencError(f"{self.folder}: {problem}; choose another folder or remove it")
         return bool(meta["complete"])
 
     def _lock(self, name: str, wait: bool = False) -> AbstractContextManager[bool]:
+        """Lock a name within the folder."""
         return work_lock(self.folder / f"{name}.lock", wait)
 
     def _remove_locks(self) -> None:
@@ -180,11 +199,14 @@ class EmbeddingWriter:
             remove(path)
 
     def write_all(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> Embeddings:
-        """Write the shards that no other worker writes, until the folder is finished by this or
-        another worker.
+        """Write shards until the folder is finished, by this worker or another one.
 
-        Workers may join and die at any moment: a shard is claimed by a file lock, and one without a
-        shard to write waits for the others, and writes the shards of those that die.
+        Workers may join and die at any moment. A file lock claims a shard. A worker without a shard
+        to
+        write waits for the others, and writes the shards of those that die.
+
+        Args:
+            encode: function from the number of a shard to its vectors (rows, D) and skipped rows.
         """
         wait = MIN_WAIT
         while True:
@@ -192,7 +214,7 @@ class EmbeddingWriter:
                 wait = MIN_WAIT
                 continue
             with self._lock("finish") as is_mine:
-                # Finished since this worker began, by another one.
+                # Another worker has finished the folder since this one began.
                 if (
                     is_mine
                     and self._is_complete()
@@ -206,10 +228,10 @@ class EmbeddingWriter:
             wait = min(1.5 * wait, MAX_WAIT)
 
     def _write_next(self, encode: Callable[[int], tuple[np.ndarray, Skipped]]) -> bool:
-        """Write the first missing shard that no other worker writes; returns whether there was
-        one."""
+        """Write the first missing shard that no other worker writes; False if there is none."""
         for number in self.unwritten():
             with self._lock(f"data-{number:05d}") as is_mine:
+                # The previous owner may have written the shard just before releasing the lock.
                 if is_mine and not shard_path(self.folder, number).exists():
                     vectors, skipped = encode(number)
                     self.write(number, vectors, skipped)
@@ -217,7 +239,7 @@ class EmbeddingWriter:
         return False
 
     def unwritten(self) -> list[int]:
-        """Shards whose file does not exist."""
+        """Return the numbers of the shards whose file does not exist."""
         names = set(os.listdir(self.folder))
         return [
             number
@@ -226,12 +248,13 @@ class EmbeddingWriter:
         ]
 
     def outdated(self) -> list[int]:
-        """Remove the shards that are damaged, or of items that have changed since; all are read,
-        once per worker.
+        """Remove shards that are damaged or whose items have changed, and return their numbers.
 
-        Shards of unchanged items with other texts or columns are written again with their vectors.
+        Reads all shards, once per worker. Shards of unchanged items with other texts or columns are
+        written again with their vectors.
         """
         outdated: list[int] = []
+        # Reading all shards is slow, and `write_all` asks again after each wait.
         if self._has_checked:
             return outdated
         self._has_checked = True
@@ -248,6 +271,7 @@ class EmbeddingWriter:
                 self._batch(vectors, self._with_vectors(number, note["skipped"]))
             ):
                 self.write(number, vectors, note["skipped"])
+        # Mark the folder as unfinished first, so a kill in between cannot leave it incomplete.
         if outdated:
             self._write_meta(complete=False)
             for number in outdated:
@@ -257,8 +281,14 @@ class EmbeddingWriter:
     def write(
         self, number: int, vectors: np.ndarray, skipped: Sequence[tuple[int, str]] = ()
     ) -> None:
-        """Write one shard: vectors (rows, D) of the items of its range that are not skipped, in
-        order."""
+        """Write one shard.
+
+        Args:
+            number: number of the shard.
+            vectors: vectors (rows, D) of the items of its range that are not skipped, in order.
+            skipped: rows without a vector, with reasons.
+        """
+        # Overflow in float16 gives infinity, which is reported below with the item's id.
         with np.errstate(over="ignore"):
             stored = vectors.astype(self.dtype, copy=False)
         rows = self._with_vectors(number, skipped)
@@ -266,7 +296,8 @@ class EmbeddingWriter:
         if not finite.all():
             name = self.ids[rows[int(np.argmin(finite))]]
             raise DualencError(
-                f"the vector of {name!r} is not finite as {self.dtype}; check the model, or use float32"
+                f"the vector of {name!r} is not finite as {self.dtype}",
+                fix="check the model, or use float32",
             )
         batch = self._batch(stored, rows)
         note = {
@@ -278,6 +309,7 @@ class EmbeddingWriter:
         write_batches(shard_path(self.folder, number), [batch.replace_schema_metadata(metadata)])
 
     def _batch(self, vectors: np.ndarray, rows: Sequence[int]) -> pa.RecordBatch:
+        """Return ids, texts, columns and vectors of some rows as a record batch."""
         ids = [self.ids[row] for row in rows]
         texts = None if self.snippet is None else [self.snippet(row) for row in rows]
         columns = None if self.columns is None else self.columns.take(list(rows))
@@ -287,8 +319,7 @@ class EmbeddingWriter:
         return item_batch(ids, texts, columns, vectors, hashes)
 
     def finish(self) -> Embeddings:
-        """Write the order of the ids and the final meta.json, after all shards, of which one has a
-        vector."""
+        """Write the order of the ids and the final meta.json, after all shards are written."""
         paths = [shard_path(self.folder, number) for number in range(len(self.ranges))]
         notes = [self._note(number) for number in range(len(paths))]
         skipped = [entry for note in notes for entry in note["skipped"]]
@@ -296,7 +327,9 @@ class EmbeddingWriter:
         if not sum(shard_rows):
             why = skipped[0][1] if skipped else "there are none"
             raise DualencError(
-                f"{self.folder}: none of {len(self.ids)} items could be used; first: {why}"
+                f"none of {len(self.ids)} items could be used; first: {why}",
+                fix="correct the items",
+                where=self.folder,
             )
         write_order(paths)
         files = recorded(self.folder, [path.name for path in paths] + [ORDER])
@@ -306,15 +339,17 @@ class EmbeddingWriter:
         return Embeddings.open(self.folder)
 
     def _with_vectors(self, number: int, skipped: Sequence[tuple[int, str]]) -> Sequence[int]:
+        """Return the rows of a shard that are not skipped."""
         bad = {row for row, _ in skipped}
         return [row for row in self.ranges[number] if row not in bad]
 
     def _write_meta(self, **state: Any) -> None:
+        """Write meta.json with the given state."""
         head = {"format": FORMAT, "version": FORMAT_VERSION}
         write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
-        """The provenance of a shard: contents, sha256, skipped."""
+        """Return the provenance of a shard: contents, sha256, skipped."""
         path = shard_path(self.folder, number)
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
         try:
@@ -328,26 +363,33 @@ class EmbeddingWriter:
             return {name: note[name] for name in ("contents", "sha256", "skipped")}
         except (KeyError, ValueError, TypeError, RecursionError):
             raise DualencError(
-                f"{path}: corrupt (it does not say what it was made of); {AGAIN}"
+                "corrupt (its provenance is missing or invalid)",
+                fix=AGAIN,
+                where=path,
             ) from None
 
 
 def _digest(batch: pa.RecordBatch) -> str:
+    """Return the SHA-256 of a record batch."""
     return hashlib.sha256(batch.serialize()).hexdigest()
 
 
 @contextmanager
 def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
-    """Yield whether this worker got a file lock, held until the end of the context or the death of
-    this process.
+    """Yield True if this worker gets a file lock, held until the context or this process ends.
 
-    With `wait` it waits until it does. A folder that is gone is a FileNotFoundError. The empty file
-    stays.
+    The empty lock file stays.
+
+    Args:
+        path: the lock file.
+        wait: wait until the lock is free; by default yield False if another worker holds it.
+
+    Raises:
+        FileNotFoundError: the folder was removed.
     """
     lock = FileLock(path)
     while True:
-        # FileLock would create the folder again, which another worker may have removed after
-        # finishing.
+        # FileLock would recreate the folder, which another worker may have removed on finishing.
         if not path.parent.is_dir():
             raise FileNotFoundError(path)
         try:
@@ -359,7 +401,9 @@ def work_lock(path: Path, wait: bool = False) -> Iterator[bool]:
                 return
         except NotImplementedError:
             raise DualencError(
-                f"{path.parent}: its file system has no locks; choose another disk"
+                "its file system does not support locks",
+                fix="choose another disk",
+                where=path.parent,
             ) from None
     try:
         yield True
