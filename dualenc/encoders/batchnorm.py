@@ -1,5 +1,4 @@
-"""Batch normalisation: synchronised over processes, and of out-of-batch items by a training batch's
-statistics."""
+"""Batch normalization across processes, and with a training batch's statistics for other items."""
 
 from __future__ import annotations
 
@@ -17,16 +16,24 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 
 Statistics = dict[_BatchNorm, tuple[Tensor, Tensor]]
-"""The mean and the (biased) variance of each layer's inputs, (channels,)."""
+"""Mean and biased variance of each layer's input, (channels,) each."""
 TOO_SMALL = "BatchNorm needs more than one value per channel in training; raise batch_size"
 
 
 class BatchStatistics:
-    """The statistics by which BatchNorm layers normalised the latest training batch, for its
-    out-of-batch items.
+    """Keep the statistics that BatchNorm layers computed for the latest training batch.
 
-    The gradient goes through them into this process's part of the batch. Without `keep`, running
-    statistics stand in.
+    Out-of-batch items are normalized with them, so that all embeddings of a step are comparable.
+    The gradient flows through the statistics into this process's part of the batch.
+
+        statistics = BatchStatistics()
+        with statistics.recorded(tower):
+            anchors = tower(batch)
+        with statistics.applied(tower):
+            negatives = tower(out_of_batch)
+
+    Args:
+        keep: record statistics; if False, out-of-batch items use the running statistics instead.
     """
 
     def __init__(self, keep: bool = True) -> None:
@@ -37,36 +44,44 @@ class BatchStatistics:
     def release(self) -> None:
         """Drop the stored activations. Call after a step's last `encode`, before `backward`."""
         for layer, (mean, variance) in self._latest.items():
-            # Applied ones may be applied again, by gradient checkpointing.
+            # Gradient checkpointing recomputes forward passes in the backward pass, and then
+            # applies these statistics again, with the same gradient.
             if layer not in self._applied:
                 self._latest[layer] = (mean.detach(), variance.detach())
 
     def of_batch(self, module: nn.Module, out_of_batch: bool) -> AbstractContextManager[None]:
-        """`recorded` for a forward of the training batch, `applied` for one of out-of-batch
-        items."""
+        """Record the statistics of a training batch, or apply them to out-of-batch items.
+
+        Args:
+            module: the tower that runs in this context.
+            out_of_batch: True for `applied`, False for `recorded`.
+        """
         return self.applied(module) if out_of_batch else self.recorded(module)
 
     @contextmanager
     def recorded(self, module: nn.Module) -> Iterator[None]:
-        """Record the statistics of forwards in this context."""
+        """Record the statistics of the forward passes in this context."""
         with ExitStack() as stack:
             for layer in _training_layers(module) if self.keep else []:
-                synchroniser = _synchroniser(layer) if distributed.is_initialized() else None
-                if synchroniser is None:
+                synchronizer = _synchronizer(layer) if distributed.is_initialized() else None
+                if synchronizer is None:
                     stack.callback(layer.register_forward_pre_hook(self._record).remove)
                 else:
-                    synchroniser.latest = self._latest
-                    stack.callback(setattr, synchroniser, "latest", None)
+                    # The synchronizer gathers these statistics anyway; a second hook would
+                    # see this process's part of the batch only.
+                    synchronizer.latest = self._latest
+                    stack.callback(setattr, synchronizer, "latest", None)
             yield
 
     def _record(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        """Store the statistics of a layer's input; a forward pre-hook."""
         with _saved_under_checkpointing():
             self._latest[layer] = _mean_and_variance(inputs[0])  # type: ignore[index]
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Normalise by the recorded statistics, or by running ones if none were recorded; neither
-        change."""
+        """Normalize with the recorded statistics, or the running ones if there are none; update
+        neither."""
         with ExitStack() as stack:
             for layer in _training_layers(module):
                 stack.callback(_set, layer, training=True)
@@ -78,8 +93,8 @@ class BatchStatistics:
                 stack.callback(
                     _set, layer, running_mean=layer.running_mean, running_var=layer.running_var
                 )
-                # Outside training a layer takes its running statistics for constants; the hook adds
-                # their gradient.
+                # In eval mode a layer treats its running statistics as constants, so the
+                # gradient is added by the hook.
                 _set(layer, running_mean=mean.detach(), running_var=variance.detach())
                 if mean.requires_grad:
                     hook = functools.partial(_connect, mean=mean, variance=variance)
@@ -88,12 +103,12 @@ class BatchStatistics:
 
 
 def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
-    """BatchNorm layers that normalise by the batch in training; frozen ones keep to their running
-    statistics."""
+    """Return the BatchNorm layers that use batch statistics in training, that is, those not
+    frozen."""
     norms = []
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm):
-            # A layer without weights is frozen with its tower.
+            # A layer with affine=False is frozen if its whole tower is.
             weights = list(layer.parameters()) or list(tower.parameters())
             if any(weight.requires_grad for weight in weights):
                 norms.append(layer)
@@ -102,7 +117,7 @@ def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
 
 @contextmanager
 def explain_single_values() -> Iterator[None]:
-    """Report torch's error about a batch of one value per channel in one line."""
+    """Replace torch's error about a single value per channel by one line of advice."""
     try:
         yield
     except ValueError as error:
@@ -112,33 +127,33 @@ def explain_single_values() -> Iterator[None]:
 
 
 def keep_frozen_statistics(tower: nn.Module) -> None:
-    """Have BatchNorm layers whose weights are frozen normalise by their running statistics, which
-    stay as they are."""
+    """Put frozen BatchNorm layers into eval mode so they use, and never update, their running
+    statistics."""
     trained = trained_norms(tower)
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm) and layer not in trained:
             layer.eval()
 
 
-def synchronise_statistics(module: nn.Module) -> None:
-    """Have BatchNorm layers compute their training statistics over the batches of all processes,
-    with gradient."""
+def synchronize_statistics(module: nn.Module) -> None:
+    """Make BatchNorm layers compute training statistics over all processes, with gradient."""
     for layer in trained_norms(module):
-        if _synchroniser(layer) is None:
-            synchroniser = _Synchroniser(layer)
-            layer.register_forward_pre_hook(synchroniser.before)
-            layer.register_forward_hook(synchroniser.after, always_call=True)
+        # A second trainer over the same model must not register the hooks twice.
+        if _synchronizer(layer) is None:
+            synchronizer = _Synchronizer(layer)
+            layer.register_forward_pre_hook(synchronizer.before)
+            layer.register_forward_hook(synchronizer.after, always_call=True)
 
 
 def waits_for_others(module: nn.Module) -> bool:
-    """Whether a layer exchanges its statistics with other processes when it trains."""
-    synchronisers = map(_synchroniser, module.modules())
-    return distributed.is_initialized() and any(one is not None for one in synchronisers)
+    """Return True if a layer exchanges statistics with other processes in training."""
+    synchronizers = map(_synchronizer, module.modules())
+    return distributed.is_initialized() and any(one is not None for one in synchronizers)
 
 
-class _Synchroniser:
-    """Gives one layer, for a forward, mean and variance over all processes as if they were its
-    running ones."""
+class _Synchronizer:
+    """Forward hooks of one layer that substitute statistics over all processes for its running
+    ones."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         self.layer = layer
@@ -146,31 +161,36 @@ class _Synchroniser:
         self._running: tuple[Tensor | None, Tensor | None] | None = None
 
     def before(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor] | None:
-        """Pre-hook: the layer normalises by the statistics of all processes."""
+        """Make the layer normalize with the statistics of all processes; a forward pre-hook."""
         layer = self.layer
         values = inputs[0]
         if not layer.training or not distributed.is_initialized():
             return None
         mean, variance, count = _gather_statistics(values)
         if layer.track_running_stats and layer.running_mean is not None:
+            # As in torch: running statistics hold the unbiased variance, normalization divides
+            # by the biased one.
             unbiased = variance.detach() * (count / (count - 1))
             _update_running(layer, mean.detach(), unbiased)
         if self.latest is not None:
             with _saved_under_checkpointing():
                 own_mean, own_variance = _mean_and_variance(values)
+                # Gradients of out-of-batch items reach this process's part of the batch only,
+                # so that their backward pass needs no collective. The variance of this part
+                # around the global mean is own variance + (own mean − global mean)².
                 square = own_variance + (own_mean - mean.detach()).square()
                 self.latest[layer] = (
                     _with_gradient(mean, own_mean),
                     _with_gradient(variance, square),
                 )
         self._running = layer.running_mean, layer.running_var
-        # Outside training a layer takes its running statistics for constants; the connection adds
-        # their gradient.
+        # In eval mode a layer treats its running statistics as constants, so the gradient is
+        # added by the connection.
         _set(layer, training=False, running_mean=mean.detach(), running_var=variance.detach())
         return _connect(layer, inputs, mean, variance)
 
     def after(self, *_: Any) -> None:
-        """Hook: the layer has its running statistics back."""
+        """Restore the layer's running statistics; a forward hook."""
         if self._running is not None:
             self.layer.running_mean, self.layer.running_var = self._running
             self.layer.training = True
@@ -178,16 +198,19 @@ class _Synchroniser:
 
 
 def _mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and (biased) variance per channel of (B, channels, ...), with gradient."""
+    """Return the mean and biased variance per channel of (B, channels, ...), with gradient."""
+    # Half precision loses the small differences that a variance is made of.
     exact = values if values.dtype == torch.float64 else values.float()
     variance, mean = torch.var_mean(exact, (0, *range(2, values.dim())), correction=0)
     return mean, variance
 
 
 def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Mean, (biased) variance and number of values per channel over all processes, with
+    """Return mean, biased variance and value count per channel over all processes, with
     gradient."""
     own_mean, own_variance = (statistic.double() for statistic in _mean_and_variance(values))
+    # Var = E[x²] − E[x]² cancels badly in float32, hence double precision above. One collective
+    # carries both sums and the count, because processes may have batches of different sizes.
     own_count = values.numel() // values.shape[1]
     own_square = own_variance + own_mean.square()
     sums = torch.cat(
@@ -198,49 +221,52 @@ def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
     if count < 2:
         raise DualencError(TOO_SMALL)
     mean, square = (total[:-1] / count).chunk(2)
+    # Rounding can make the difference slightly negative for constant channels.
     variance = (square - mean.square()).clamp(min=0)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return mean.to(dtype), variance.to(dtype), count
 
 
 def _update_running(layer: Any, mean: Tensor, variance: Tensor) -> None:
-    """Add a batch to running statistics; without momentum they are the plain average of all
-    batches."""
+    """Update the running statistics; without momentum they are the plain average of all batches."""
     layer.num_batches_tracked.add_(1)
     share = 1 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
     layer.running_mean.mul_(1 - share).add_(mean, alpha=share)
     layer.running_var.mul_(1 - share).add_(variance, alpha=share)
 
 
-def _synchroniser(layer: nn.Module) -> _Synchroniser | None:
+def _synchronizer(layer: nn.Module) -> _Synchronizer | None:
+    """Return the synchronizer registered on a layer, or None."""
     for hook in layer._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
-        if isinstance(owner, _Synchroniser):
+        if isinstance(owner, _Synchronizer):
             return owner
     return None
 
 
 def _saved_under_checkpointing() -> saved_tensors_hooks:
-    """Keep the tensors of a graph as they are: gradient checkpointing would drop them until the
-    recomputation."""
+    """Return hooks that save tensors unchanged, overriding those of gradient checkpointing."""
+    # Gradient checkpointing would drop the saved tensors until it recomputes the layer.
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _with_gradient(value: Tensor, source: Tensor) -> Tensor:
-    """A value with the gradient of another tensor."""
+    """Return the value of one tensor with the gradient of another."""
     return value.detach() + source - source.detach()
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """(channels,) to a shape that goes with (B, channels, ...)."""
+    """Reshape (channels,) to broadcast against (B, channels, ...)."""
     return values.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
 def _training_layers(module: nn.Module) -> list[_BatchNorm]:
+    """Return the BatchNorm layers in training mode."""
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm) and layer.training]
 
 
 def _set(layer: _BatchNorm, **attributes: Any) -> None:
+    """Set several attributes of a layer."""
     for name, value in attributes.items():
         setattr(layer, name, value)
 
@@ -248,15 +274,15 @@ def _set(layer: _BatchNorm, **attributes: Any) -> None:
 def _connect(
     layer: Any, inputs: tuple[Tensor, ...], mean: Tensor, variance: Tensor
 ) -> tuple[Tensor]:
-    """The layer's input, through which the gradient of its statistics flows."""
+    """Return the layer's input, connected to its statistics so that they get their gradient."""
     return (_Connection.apply(inputs[0], mean, variance, layer.eps),)  # type: ignore[no-untyped-call]
 
 
 class _Connection(torch.autograd.Function):
-    """Values (B, channels, ...) as they are, on their way into a layer that normalises them by mean
-    and variance.
+    """Identity on (B, channels, ...) that adds the gradient of the mean and variance a layer uses.
 
-    With g the loss's gradient in x, that in μ is −Σ g, and that in σ² is −Σ g·(x − μ) / 2(σ² + ε).
+    The layer itself computes y = (x − μ) / √(σ² + ε) with constant μ and σ². With g = ∂L/∂x at
+    the layer's input, ∂L/∂μ = −Σ g and ∂L/∂σ² = −Σ g·(x − μ) / 2(σ² + ε), summed per channel.
     """
 
     @staticmethod
@@ -267,17 +293,18 @@ class _Connection(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        # torch's `once_differentiable` lets them pass where the incoming gradient is a constant.
+        # `once_differentiable` does not raise if the incoming gradient is a constant.
         if torch.is_grad_enabled():
             raise DualencError(
-                "batch statistics have no second derivatives; leave create_graph out"
+                "batch statistics do not support second derivatives",
+                fix="leave create_graph out",
             )
         gradient = gradients[0]
         values, mean, variance = ctx.saved_tensors
         others = [0, *range(2, values.dim())]
         d_mean = -gradient.sum(dim=others, dtype=mean.dtype)
-        centred = values - _per_channel(mean, values)
-        d_variance = (gradient * centred).sum(dim=others, dtype=mean.dtype) / (
+        centered = values - _per_channel(mean, values)
+        d_variance = (gradient * centered).sum(dim=others, dtype=mean.dtype) / (
             -2 * (variance + ctx.eps)
         )
         return gradient, d_mean, d_variance, None

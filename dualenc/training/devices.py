@@ -17,7 +17,7 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 
 from dualenc import distributed
-from dualenc.encoders.batchnorm import synchronise_statistics
+from dualenc.encoders.batchnorm import synchronize_statistics
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.training.settings import TrainerSettings
@@ -77,7 +77,7 @@ def place_model(model: DualEncoder, device: torch.device) -> DualEncoder:
     """Move a model to a device, with BatchNorm over all ranks and equal weights on each."""
     several = distributed.world_size() > 1
     if several:
-        synchronise_statistics(model)
+        synchronize_statistics(model)
     model.to(device)
     if several:
         for tensor in model.state_dict().values():
