@@ -1,8 +1,7 @@
-"""Towers and dual encoders on open_clip, transformers, timm and vectors; their folders, read and
-written."""
+"""Towers and dual encoders on open_clip, transformers, timm and vectors, and their model
+folders."""
 
-# transformers, open_clip, timm and peft take seconds to import, so the functions that use them
-# import them.
+# transformers, open_clip, timm and peft take seconds to import, so functions import them on use.
 from dualenc.encoders.batchnorm import BatchStatistics
 from dualenc.encoders.dual import DualEncoder, Prepare, Tower
 from dualenc.encoders.image import ImageEncoder

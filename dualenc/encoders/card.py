@@ -1,5 +1,5 @@
-"""Model cards: a README.md with a model's facts, training data, metrics, and how to load it, from a
-template file."""
+"""Model cards: a README.md with facts, training data, metrics and usage, rendered from a
+template."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ LIBRARIES = {
     "vector": ("dualenc", "feature-extraction", ()),
     "query-index": ("sentence-transformers", "sentence-similarity", ("feature-extraction",)),
 }
-"""Library, pipeline of the hub and further tags of each format of model folders."""
+"""Library, hub pipeline and further tags of each format of model folders."""
 
 SECTIONS = {"task": "Task", "data": "Training data", "recipe": "Recipe", "metrics": "Metrics"}
 METADATA = ("base_model", "datasets", "language", "license")
-"""Keys of a card that go to its front matter, where the hub looks for them."""
+"""Keys of a card that belong in the front matter, where the hub reads them."""
 
 
 def render_card(
@@ -42,11 +42,18 @@ def render_card(
     example: str,
     on_hub: bool = False,
 ) -> str:
-    """The text of a model folder's README.md; of absolute paths only the last part is shown.
+    """Render a model folder's README.md; absolute paths are shortened to their last part.
 
-    `card` is what the model cannot know: `task`, `data`, `recipe`, `metrics` as {metric: number} or
-    {metric: {column: number}}; `base_model`, `datasets`, `language`, `license` for the front
-    matter. Further keys become sections.
+    Args:
+        name: name of the model: a folder, or owner/name on the hub.
+        facts: rows of the first table, such as {"Vector size": "128"}; "Kind" is required.
+        card: what the model itself cannot know: `task`, `data`, `recipe`, `metrics` as {metric:
+            number} or {metric: {column: number}}; `base_model`, `datasets`, `language` and
+            `license` for the front matter. Other keys become sections.
+        model_format: format of the folder, a key of `LIBRARIES`.
+        usage: example in the template.
+        example: arguments of `encode` in the example.
+        on_hub: True if `name` is a repository of the hub.
     """
     library, pipeline, tags = LIBRARIES[model_format]
     # None values are dropped.
@@ -67,8 +74,7 @@ def render_card(
         usage=usage,
         example=example,
         on_hub=on_hub,
-        # Jinja's own escaping is for HTML, which leaves Markdown's links, tables and code as they
-        # are.
+        # Jinja escapes for HTML only, so Markdown's links, tables and code need their own escaping.
         inline=_inline,
         table=_table,
     )
@@ -76,21 +82,21 @@ def render_card(
 
 
 def base_metadata(name: str) -> dict[str, str]:
-    """`base_model` and `license` for the card of a model trained from this one, where they are
-    known."""
+    """Return `base_model` and `license` for the card of a model trained from this one, if known."""
     try:
         card = metadata_load(model_folder(name) / "README.md") or {}
-    except Exception:  # no card, or one of another form, which is no reason not to train
+    except Exception:
+        # A missing or unusual card must not prevent training.
         card = {}
     known = {"license": card.get("license"), "base_model": hub_name(name) or card.get("base_model")}
-    # A path of this machine means nothing elsewhere.
+    # A local path is useless elsewhere, and may reveal a user's name.
     if os.path.isabs(str(known["base_model"])):
         del known["base_model"]
     return {key: value for key, value in known.items() if isinstance(value, str)}
 
 
 def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Title and Markdown of each section, in the order of `SECTIONS`."""
+    """Return title and Markdown of each section, in the order of `SECTIONS`."""
     sections = []
     for key in dict.fromkeys([*SECTIONS, *card]):
         value = card.get(key)
@@ -110,7 +116,7 @@ def _sections(card: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _metrics(metrics: Mapping[Any, Any]) -> str:
-    """A table with a row per metric, and a column per name in nested mappings."""
+    """Format metrics as a table: a row per metric, and a column per name in nested mappings."""
     nested = {
         metric: value if isinstance(value, Mapping) else {"value": value}
         for metric, value in metrics.items()
@@ -126,25 +132,26 @@ def _metrics(metrics: Mapping[Any, Any]) -> str:
 
 
 def _table(header: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """Format cells as a Markdown table."""
     cells = [[_inline(str(cell)) for cell in row] for row in (header, *rows)]
     lines = [cells[0], ["---"] * len(cells[0]), *cells[1:]]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def _fenced(language: str, text: str) -> str:
-    """A code block that nothing in the text can end."""
+    """Format a code block with a fence longer than any in the text."""
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{_without_folders(text.rstrip())}\n{fence}"
 
 
 def _without_folders(text: str) -> str:
-    """A text in which only the last part of absolute paths is left; URLs stay."""
+    """Shorten absolute paths in a text to their last part, which hides user names; keep URLs."""
     return re.sub(
         r"""(?<![\w:/.<])(?:file://|~)?(?:/[^\s"'/:,<>()\]}]+)*/(?=[^\s"'/:,<>()\]}])""", "", text
     )
 
 
 def _inline(text: str) -> str:
-    """Plain text in Markdown: no tag, link, code or table cell begins in it."""
+    """Escape a text for Markdown, so that no tag, link, code or table cell begins in it."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", html.escape(text, quote=False))

@@ -1,4 +1,5 @@
-"""Model names: a folder, or a hub repository fetched without anything that could be code."""
+"""Resolve model names to local folders; hub repositories are downloaded without executable
+files."""
 
 from __future__ import annotations
 
@@ -13,20 +14,20 @@ import huggingface_hub
 from dualenc.errors import DualencError, explain
 
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
-"""Among them chat templates of language models, which are rendered in a sandbox."""
+"""Chat templates (jinja) are included, because they are rendered in a sandbox."""
 IGNORED_FILES = ["onnx/*", "openvino/*"]
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:
-    """The local folder of a model: the one named, or the hub's, fetched without anything that could
-    be code.
+    """Return the local folder of a model, downloading from the hub what cannot contain code.
 
-    A name is a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`.
+    Args:
+        name: a folder, `local-dir:FOLDER`, `owner/name` or `hf-hub:owner/name`.
     """
     repository = hub_name(name)
     if repository is not None:
         with explain(
-            f"{repository}: neither a folder here nor a model that the hub gives", "check the name"
+            f"{repository}: neither a local folder nor available from the hub", "check the name"
         ):
             fetched = huggingface_hub.snapshot_download(
                 repository, allow_patterns=ALLOWED_FILES, ignore_patterns=IGNORED_FILES
@@ -34,13 +35,16 @@ def model_folder(name: str | os.PathLike[str]) -> Path:
             return Path(fetched)
     local = Path(os.fspath(name).removeprefix("local-dir:")).expanduser()
     if not local.is_dir():
-        what = "is a file" if local.exists() else "no such folder"
-        raise DualencError(f"{local}: {what}; give the folder of a model")
+        raise DualencError(
+            "is a file" if local.exists() else "no such folder",
+            fix="give the folder of a model",
+            where=local,
+        )
     return local
 
 
 def hub_name(name: str | os.PathLike[str]) -> str | None:
-    """The hub repository that a model's name means; None for a local folder."""
+    """Return the hub repository that a model's name refers to; None for a local folder."""
     text = os.fspath(name)
     if text.startswith("hf-hub:"):
         return text.removeprefix("hf-hub:")
@@ -49,7 +53,7 @@ def hub_name(name: str | os.PathLike[str]) -> str | None:
 
 
 def looks_like_path(text: str) -> bool:
-    """Whether a name can only be meant as a path, and not as `owner/name` on the hub."""
+    """Return True if a name can only be a path, not `owner/name` on the hub."""
     return (
         text.startswith((".", "~", os.sep))
         or text.count("/") > 1
@@ -59,7 +63,7 @@ def looks_like_path(text: str) -> bool:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Load a model without progress bars and log messages, and never by code of its own.
+    """Silence progress bars and log messages while loading a model, and never run its code.
 
     `trust_remote_code=False` is not passed on to models inside a model, nor by open_clip, and
     transformers would ask on the terminal whether to run their code.
@@ -72,9 +76,8 @@ def quiet_loading() -> Iterator[None]:
     seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
     logging.disable()
     progress.disable_progress_bar()
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = (
-        0  # seconds to answer the question; at 0 none is asked
-    )
+    # Seconds that a user has for the answer. With 0 transformers does not ask, and refuses.
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
     try:
         yield
     finally:

@@ -1,5 +1,4 @@
-"""Encoders of images alone: a timm backbone with its projector, its folder, and how images become
-tensors."""
+"""Image encoders: a timm backbone with a projector, its model folder, and image preprocessing."""
 
 from __future__ import annotations
 
@@ -41,31 +40,37 @@ logger = logging.getLogger("dualenc.encoders")
 WEIGHTS_FILE = "model.safetensors"
 PROJECTOR_FILE = "projector.safetensors"
 MAX_DIM = 2**20
-"""Larger projectors are mistakes."""
+"""Larger projectors are taken for mistakes."""
 MIN_CROP, MAX_CROP = 0.1, 10
-"""Bounds of crop_pct: by a smaller share an image would become too large to be cropped."""
+"""Bounds of crop_pct. Images are resized to size / crop_pct, so a tiny value exhausts memory."""
 SMALL = 64
-"""Images of at most this many pixels per side get the small-image stem, and are not cropped for
+"""Up to this number of pixels per side, images get the small-image stem and are not cropped for
 evaluation."""
 
 Augment = Callable[[Image.Image, int], Any]
-"""An RGB image and a seed to pixels (3, H, W), float32; a pure function of both."""
+"""A pure function from an RGB image and a seed to pixels (3, H, W), float32."""
 
 
 class ImageEncoder(DualEncoder):
-    """Two views of an image through one timm backbone and projector (SimCLR, Chen et al. 2020).
+    """Encode two views of an image with one timm backbone and projector (SimCLR).
+
+    SimCLR is by Chen et al. 2020 (arXiv:2002.05709).
+
+        model = ImageEncoder("resnet18", projector_dim=128, image_size=32)
+        vectors = model.encode([Image.new("RGB", (32, 32))])  # (1, 128)
 
     Args:
-        backbone: a timm name such as "resnet18", a timm folder (`local-dir:` before it is
-            optional), or a hub name.
-        pretrained: with a timm name: load its weights; folders and hub names always bring theirs.
+        backbone: timm name such as "resnet18", a timm folder (prefix `local-dir:` optional), or a
+            hub name.
+        pretrained: load the weights of a timm name; those of folders and hub names are always
+            loaded.
         projector_dim: D, size of the vectors that training compares; None trains the features
-            themselves. A folder that dualenc saved brings its projector of that size.
-        small_image_stem: begin a ResNet with a 3×3 convolution of stride 1 and no pooling; None:
-            for images of at most 64 pixels.
-        image_size: pixels per side; None: the backbone's default.
-        augment: training augmentation: image and seed to pixels (3, H, W) in [0, 1]; None crops and
-            flips.
+            themselves. A folder saved by dualenc provides its projector if it has this size.
+        small_image_stem: start a ResNet with a 3×3 convolution of stride 1 and no pooling; None for
+            images of at most 64 pixels.
+        image_size: pixels per side; None for the backbone's default.
+        augment: training augmentation, from image and seed to pixels (3, H, W) in [0, 1]; None for
+            crops and flips.
         backbone_args: further arguments of the timm architecture.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
     """
@@ -97,16 +102,19 @@ class ImageEncoder(DualEncoder):
         config = _data_config(model.pretrained_cfg, image_size)
         with (
             torch.no_grad(),
-            explain(f"{backbone}: does not encode an image", "check its arguments"),
+            explain(f"{backbone}: cannot encode an image", "check its arguments"),
         ):
             evaluate = create_transform(**config, is_training=False)
-            # Of a foreign folder, both may be anything.
+            # A foreign folder may contain any preprocessing and model, so try them out.
             pixels = checked_pixels(evaluate, config["input_size"])
             shape = tuple(model.eval()(pixels[None]).shape)
             mean, std = list(config["mean"]), list(config["std"])
         if len(shape) != 2:
-            problem = f"{backbone}: gives features {shape}, not one vector"
-            raise DualencError(f"{problem}; set global_pool (backbone_args)")
+            raise DualencError(
+                f"returns features {shape}, not one vector per image",
+                fix="set global_pool (backbone_args)",
+                where=backbone,
+            )
         features = shape[1]
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
         if augment is None:
@@ -134,12 +142,12 @@ class ImageEncoder(DualEncoder):
 
     @classmethod
     def from_folder(cls, folder: Path) -> ImageEncoder:
-        """Load a timm folder, with its projector if there is one."""
+        """Load a timm folder, with its projector if it has one."""
         return cls(str(folder), projector_dim=_saved_projector_dim(folder))
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder, for `create_model("local-dir:FOLDER", pretrained=True)`, and the
-        projector in it."""
+        """Write a timm folder for `create_model("local-dir:FOLDER", pretrained=True)`, and the
+        projector."""
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
         layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
@@ -168,8 +176,17 @@ class ImageEncoder(DualEncoder):
 
 
 class ProjectedTower(Tower):
-    """A backbone, pixels (B, 3, H, W) to features (B, feature_dim), and a projector behind it, to
-    (B, D)."""
+    """A backbone, from pixels (B, 3, H, W) to features (B, feature_dim), and a projector to (B, D).
+
+    `ImageEncoder` builds it, and `ImageEncoder("resnet18").left` is one.
+
+    Args:
+        backbone: module from pixels to features.
+        head: projector.
+        prepare: preprocessing of images.
+        feature_dim: size of the features.
+        dim: D, size of the vectors.
+    """
 
     modality = "image"
 
@@ -189,20 +206,26 @@ class ProjectedTower(Tower):
         self.dim = dim
 
     def features(self, inputs: Inputs) -> Tensor:
-        """The backbone's pooled features (B, feature_dim), in float32."""
+        """Return the backbone's pooled features (B, feature_dim), in float32."""
         return self.backbone(inputs["image"]).float()
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """The projector's output as (B, D) unit-norm float32."""
+        """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
         return unit_norm(self.projector(self.backbone(inputs["image"])))
 
 
 def projector(features: int, dim: int) -> nn.Sequential:
-    """Two linear layers from features to D, with batch normalisation and ReLU between them (SimCLR,
-    section 4.2)."""
+    """Return SimCLR's projector: linear, BatchNorm, ReLU, linear (Chen et al. 2020, section 4.2).
+
+    Args:
+        features: size of the input and of the hidden layer.
+        dim: D, size of the output.
+    """
     if type(dim) is not int or not 1 <= dim <= MAX_DIM:
-        allowed = f"a number from 1 to {MAX_DIM:,}, or null for none"
-        raise DualencError(f"projector_dim is {str(dim)[:40]}: give {allowed}")
+        raise DualencError(
+            f"projector_dim is {str(dim)[:40]}",
+            fix=f"give a number from 1 to {MAX_DIM:,}, or null for none",
+        )
     first = nn.Linear(features, features, bias=False)
     return nn.Sequential(
         first, nn.BatchNorm1d(features), nn.ReLU(), nn.Linear(features, dim, bias=False)
@@ -210,7 +233,7 @@ def projector(features: int, dim: int) -> nn.Sequential:
 
 
 def is_timm_name(name: str) -> bool:
-    """Whether timm knows an architecture of this name, a tag after a dot left aside."""
+    """Return True if timm has an architecture of this name, with or without a tag after a dot."""
     import timm
 
     return timm.is_model(name.partition(".")[0])
@@ -223,10 +246,17 @@ def load_backbone(
     image_size: int | None,
     args: dict[str, Any],
 ) -> tuple[Any, dict[str, Any], bool]:
-    """A timm model without classifier, all its arguments, and whether it has the small-image stem.
+    """Load a timm model without classifier, by its name or from a folder.
 
-    It comes by its name or from the safetensors weights of a folder; the arguments are those of
-    `ImageEncoder`.
+    Args:
+        name: timm name, or a folder (prefix `local-dir:` optional).
+        pretrained: load the weights of a timm name.
+        small_stem: use the small-image stem; None to decide by image size.
+        image_size: pixels per side; None for the model's default.
+        args: further arguments of the architecture.
+
+    Returns:
+        The model, all its arguments, and whether it has the small-image stem.
     """
     import timm
     from timm.models import get_pretrained_cfg
@@ -243,7 +273,9 @@ def load_backbone(
         config = read_json_object(folder / "config.json")
         if "architecture" not in config:
             raise DualencError(
-                f"{folder / 'config.json'}: names no timm architecture; give another folder"
+                "does not name a timm architecture",
+                fix="choose another folder",
+                where=folder / "config.json",
             )
         optional: dict[str, Any] = {
             name: dict for name in ("model_args", "pretrained_cfg") if name in config
@@ -257,20 +289,24 @@ def load_backbone(
         has_stem = path.is_file() and bool(read_json_object(path).get("small_image_stem"))
         if small_stem not in (None, has_stem):
             raise DualencError(
-                f"{folder}: small_image_stem is {has_stem} in this folder; leave it out"
+                f"small_image_stem is {has_stem} in this folder",
+                fix="leave small_image_stem out",
+                where=folder,
             )
         small_stem = has_stem
         pretrained = not has_stem
-    # What timm takes besides an architecture's arguments: other weights, other configurations,
-    # compilation.
+    # `create_model` also takes arguments that are not the architecture's: other weights, other
+    # configurations, compilation.
     others = inspect.signature(timm.create_model).parameters
     for key in (*saved, *args):
         if key in others or key.startswith("pretrained"):
             raise DualencError(
-                f"{source}: {key} is no argument of an architecture (backbone_args); leave it out"
+                f"{key} is not an argument of an architecture (backbone_args)",
+                fix="leave it out",
+                where=source,
             )
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
-    with explain(f"{source}: timm does not make the model", "check name, weights and arguments"):
+    with explain(f"{source}: timm cannot build the model", "check name, weights and arguments"):
         with missing_weights() as missing:
             model: Any = timm.create_model(
                 source, pretrained=pretrained, num_classes=0, **size, **args
@@ -283,17 +319,20 @@ def load_backbone(
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
         replace_stem(model)
-        if folder is not None:  # timm does not know this stem, so its weights go in here
+        # timm does not know this stem, so it could not load the folder's weights.
+        if folder is not None:
             load_weights(model, folder / WEIGHTS_FILE)
     return model, {**saved, **args, **size}, small
 
 
 @contextmanager
 def missing_weights() -> Iterator[list[str]]:
-    """Collect the weights that a file lacks; with another classifier, timm only logs them."""
+    """Collect the names of weights that a file lacks; without its classifier timm only logs
+    them."""
     missing: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
+        """Collect names from a log record, and keep only what is more serious than information."""
         if found := re.match(r"Missing keys \((.*)\) discovered", record.getMessage()):
             missing.extend(found[1].split(", "))
         return record.levelno > logging.INFO
@@ -310,7 +349,7 @@ def missing_weights() -> Iterator[list[str]]:
 
 
 def is_plain_resnet(backbone: nn.Module) -> bool:
-    """Whether this is a ResNet that begins with one 7×7 convolution and a max-pooling."""
+    """Return True for a ResNet that starts with one 7×7 convolution and max pooling."""
     stem = getattr(backbone, "conv1", None)
     pooling = getattr(backbone, "maxpool", None)
     return (
@@ -321,12 +360,11 @@ def is_plain_resnet(backbone: nn.Module) -> bool:
 
 
 def replace_stem(backbone: Any) -> None:
-    """Begin a plain ResNet with a 3×3 convolution of stride 1 and no pooling (SimCLR, appendix
-    B.9)."""
+    """Start a plain ResNet with a 3×3 convolution, without pooling (SimCLR, appendix B.9)."""
     if not is_plain_resnet(backbone):
         raise DualencError(
-            f"{type(backbone).__name__} has no stem that small_image_stem could replace: leave it out, "
-            "or set backbone_args such as patch_size"
+            f"{type(backbone).__name__} does not have a stem that small_image_stem could replace",
+            fix="leave it out, or set backbone_args such as patch_size",
         )
     old = backbone.conv1
     backbone.conv1 = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
@@ -335,16 +373,16 @@ def replace_stem(backbone: Any) -> None:
 
 
 def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any]:
-    """timm's description of a model's preprocessing, for images of another size if one is given."""
+    """Return timm's description of a model's preprocessing, adapted to an image size."""
     from timm.data import resolve_data_config
 
     size: Any = known.get("input_size")
     is_size = isinstance(size, Sequence) and len(size) == 3
     if not is_size or not all(type(side) is int and side > 0 for side in size):
-        raise DualencError(f"input_size is {str(size)[:40]}; give channels, height and width")
+        raise DualencError(f"input_size is {str(size)[:40]}", fix="give channels, height and width")
     share = known.get("crop_pct")
     if share and not (isinstance(share, (int, float)) and MIN_CROP <= share <= MAX_CROP):
-        raise DualencError(f"crop_pct is {str(share)[:40]}; give {MIN_CROP} to {MAX_CROP}")
+        raise DualencError(f"crop_pct is {str(share)[:40]}", fix=f"give {MIN_CROP} to {MAX_CROP}")
     settings: dict[str, Any] = {}
     if image_size is not None:
         settings["input_size"] = (known["input_size"][0], image_size, image_size)
@@ -357,10 +395,15 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
 
 
 class ImagePrepare(Prepare):
-    """Stack images as pixels (3, H, W): `evaluate` makes them of an image, `augment` of an image
-    and its seed.
+    """Stack images as pixels (3, H, W), preprocessed for evaluation or augmented for training.
 
-    The settings of `evaluate`, in plain values, are part of the model's fingerprint.
+        prepare = ImageEncoder("resnet18").left.prepare
+        prepare([Image.new("RGB", (80, 60))])["image"]  # (1, 3, 224, 224)
+
+    Args:
+        evaluate: function from an image to pixels.
+        augment: function from image and seed to pixels, a pure function of both.
+        settings: settings of `evaluate` in plain values, part of the model's checksum.
     """
 
     modality = "image"
@@ -376,7 +419,12 @@ class ImagePrepare(Prepare):
         self.settings = json.dumps(settings, sort_keys=True)
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate B RGB images, see `Prepare.__call__`."""
+        """Preprocess B RGB images.
+
+        Args:
+            items: B images.
+            seeds: one seed per image for augmentation; None for evaluation.
+        """
         check_items(items, "image")
         if seeds is None:
             pixels = [self.evaluate(image) for image in items]
@@ -386,12 +434,18 @@ class ImagePrepare(Prepare):
 
 
 def checked_pixels(evaluate: Callable[[Image.Image], Tensor], size: Sequence[int]) -> Tensor:
-    """Pixels (3, H, W) of a gray image; raises where they are not finite or of another size."""
+    """Preprocess a gray image, and raise unless its pixels are finite and of the expected size.
+
+    Args:
+        evaluate: preprocessing.
+        size: expected (3, H, W).
+    """
     pixels = evaluate(Image.new("RGB", (SMALL, SMALL), (128, 128, 128)))
     if tuple(pixels.shape) != tuple(size) or not torch.isfinite(pixels).all():
         raise DualencError(
-            f"the preprocessing gives pixels {tuple(pixels.shape)}, not finite ones {tuple(size)}; "
-            "correct its input_size, mean, std and interpolation"
+            f"preprocessing gives pixels {tuple(pixels.shape)}, but finite ones of shape "
+            f"{tuple(size)} are required",
+            fix="correct its input_size, mean, std and interpolation",
         )
     return pixels
 
@@ -399,8 +453,7 @@ def checked_pixels(evaluate: Callable[[Image.Image], Tensor], size: Sequence[int
 def seeded_transform(
     image: Image.Image, seed: int, transform: Callable[[Image.Image], Tensor]
 ) -> Tensor:
-    """Apply a transform that draws from the global generators as a pure function of image and
-    seed."""
+    """Apply a transform with global random generators as a pure function of image and seed."""
     with seeded(seed):
         return transform(image)
 
@@ -408,44 +461,47 @@ def seeded_transform(
 def normalized(
     image: Image.Image, seed: int, augment: Augment, mean: list[float], std: list[float]
 ) -> Tensor:
-    """An augmentation to pixels in [0, 1], followed by the model's own normalisation."""
+    """Augment an image to pixels in [0, 1], and normalize them as the model requires."""
     return v2.functional.normalize(augment(image, seed), mean, std)
 
 
 def _report_other_size(augment: Augment, size: Sequence[int]) -> None:
-    """Log where the views to train on have other pixels than images to encode, (height, width)."""
+    """Log a warning if training views and evaluation images differ in size (height, width)."""
     trained = augment(Image.new("RGB", (SMALL, SMALL)), 0).shape[-2:]
     if tuple(trained) != tuple(size):
         sizes = (*trained, *size)
         logger.warning(
-            "views to train on have %dx%d pixels, images to encode %dx%d; set both alike", *sizes
+            "training views have %dx%d pixels, but images to encode have %dx%d; use the same size",
+            *sizes,
         )
 
 
 def _saved_projector_dim(folder: Path) -> int | None:
-    """The size of the projector in a folder that `ImageEncoder.write` wrote; None without one."""
+    """Return the projector size in a folder that `ImageEncoder.write` wrote; None without one."""
     path = folder / DUALENC_FILE
     return read_json_object(path).get("projector_dim") if path.is_file() else None
 
 
 def check_crop_scale(crop_scale: Sequence[float]) -> None:
-    """Refuse a range of shares of an image's area that no training crop could have."""
+    """Raise unless crop_scale is an increasing range of area shares in (0, 1]."""
     low, high = crop_scale
     if not 0 < low <= high <= 1:
         raise DualencError(
-            f"crop_scale is ({low}, {high}): give two increasing shares of the area in (0, 1]"
+            f"crop_scale is ({low}, {high})",
+            fix="give two increasing shares of the area in (0, 1]",
         )
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generators of torch, `random` and numpy within this context, and put them back
-    after it."""
+    """Seed the CPU generators of torch, `random` and numpy in this context, and restore them after
+    it."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs too
+            # torch.manual_seed would reseed the GPUs too.
+            torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
             yield

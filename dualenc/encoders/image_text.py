@@ -1,5 +1,4 @@
-"""Image-text encoders on open_clip, left the images, right the texts; their folder, read and
-written."""
+"""Image-text encoders on open_clip (left images, right texts), and their model folders."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ EndToken: TypeAlias = "int | Literal['max'] | None"
 
 CONTEXT_LENGTH = 77
 VOCAB_SIZE = 49408
-"""open_clip's defaults, of the original CLIP."""
+"""Defaults of open_clip, those of the original CLIP."""
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
@@ -52,32 +51,33 @@ TOKENIZER_ARGUMENTS = (
     "additional_special_tokens",
     "reduction_mask",
 )
-"""Arguments that cannot lead a tokenizer to other files or to code."""
+"""Tokenizer arguments that cannot name other files or code."""
 
 
 class ImageTextEncoder(DualEncoder):
-    """Images and texts through an open_clip model: CLIP, SigLIP, or the two towers of CoCa.
+    """Image and text towers of an open_clip model: CLIP, SigLIP, or the two towers of CoCa.
 
-    CoCa's (Yu et al. 2022, arXiv 2205.01917) text decoder stays in the model as it is, and in its
-    folder.
+    The captioning decoder of CoCa (Yu et al. 2022, arXiv:2205.01917) is saved with the model but
+    not trained.
+
+        model = ImageTextEncoder("ViT-B-32", "openai")
+        scores = model.encode([image]) @ model.encode(["a dog", "a cat"], "right").T
 
     Args:
-        name: an open_clip name such as "ViT-B-32", a folder (`local-dir:` before it is optional),
-            or a hub name.
-        pretrained: with an open_clip name: the tag of its weights, or a safetensors file of them;
-            None starts from random ones.
-        config: instead of a name: an open_clip configuration with embed_dim, vision_cfg and
-            text_cfg.
-        tokenizer: with config: folder, hub name or object of a transformers tokenizer; None:
-            open_clip's own.
-        image_size: pixels per side; None: the model's default.
-        context_length: longest text in tokens; None: the model's default.
-        crop_scale: smallest and largest share of an image's area that training crops to.
+        name: open_clip name such as "ViT-B-32", a folder (prefix `local-dir:` optional), or a hub
+            name.
+        pretrained: tag of the weights of an open_clip name, or a safetensors file; None for random
+            weights.
+        config: open_clip configuration with embed_dim, vision_cfg and text_cfg, instead of a name.
+        tokenizer: folder, hub name or object of a transformers tokenizer, together with a config;
+            None for open_clip's own.
+        image_size: pixels per side; None for the model's default.
+        context_length: longest text in tokens; None for the model's default.
+        crop_scale: smallest and largest share of an image's area that training crops keep.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-        lora_rank: train adapters of this rank in both towers instead of their own weights; 0 trains
-            the weights.
-        lora_targets: "all-linear", a list of endings of the names of layers, or a regular
-            expression of whole names.
+        lora_rank: rank of the adapters to train in both towers; 0 trains the weights themselves.
+        lora_targets: "all-linear", a list of suffixes of layer names, or a regular expression that
+            matches whole names.
     """
 
     left: ClipImageTower
@@ -104,7 +104,7 @@ class ImageTextEncoder(DualEncoder):
         if gradient_checkpointing:
             clip.set_grad_checkpointing(True)
         visual = clip.visual
-        # Each half belongs to one tower.
+        # Each half belongs to one tower, so no weight is registered twice.
         del clip.visual
         if lora_rank:
             for half in (visual, clip):
@@ -112,14 +112,15 @@ class ImageTextEncoder(DualEncoder):
         _freeze_unused(clip)
         dim = int(own_config["embed_dim"])
         source = name or "config"
-        # Of a foreign folder, these settings may be anything.
+        # A foreign folder may contain any settings, so try them out.
         advice = "correct its preprocess_cfg and tokenizer"
-        with explain(f"{source}: does not prepare images and texts", advice):
+        with explain(f"{source}: its preprocessing fails", advice):
             prepare_image = _image_prepare(visual.preprocess_cfg, crop_scale)
             size = visual.image_size
             sides = (size, size) if isinstance(size, int) else size
             checked_pixels(prepare_image.evaluate, (3, *sides))
             prepare_text = ClipTextPrepare(tokenize, _end_token(clip), _token_ids(clip))
+            # The second text is longer than the context, to exercise truncation.
             prepare_text(["a", "a " * dim])
         super().__init__(
             ClipImageTower(visual, prepare_image, dim),
@@ -132,18 +133,18 @@ class ImageTextEncoder(DualEncoder):
 
     @property
     def temperature(self) -> float:
-        """The temperature by which open_clip divides cosines to get logits."""
+        """Temperature by which open_clip divides cosine similarities."""
         return math.exp(-float(self.right.clip.logit_scale))
 
     def set_temperature(self, temperature: float) -> None:
-        """Store the temperature that training ended with, for open_clip's logits."""
+        """Store the final training temperature as open_clip's logit scale."""
         with torch.no_grad():
             self.right.clip.logit_scale.fill_(-math.log(temperature))
 
     def write(self, folder: Path) -> None:
-        """Write an open_clip folder, for `local-dir:`."""
+        """Write an open_clip folder, to be opened as `local-dir:FOLDER`."""
         config = copy.deepcopy(self.config)
-        # Towers are complete here: nothing is to be fetched when the folder is loaded.
+        # All weights are in the folder, so nothing must be downloaded when it is loaded.
         config["vision_cfg"].pop("timm_model_pretrained", None)
         config["text_cfg"].pop("hf_model_pretrained", None)
         visual: Any = self.left.visual
@@ -157,15 +158,16 @@ class ImageTextEncoder(DualEncoder):
         weights |= merge_adapters(self.right.clip).state_dict()
         save_weights(weights, folder / WEIGHTS_FILE)
         tokenizer: Any = self.right.prepare.tokenizer
-        if hasattr(tokenizer, "save_pretrained"):  # one of transformers inside open_clip's
+        # A wrapper of open_clip around a tokenizer of transformers; open_clip's own needs no file.
+        if hasattr(tokenizer, "save_pretrained"):
             tokenizer.tokenizer.model_max_length = tokenizer.context_length
             forget_last_call(tokenizer.tokenizer)
             tokenizer.save_pretrained(folder)
 
 
 def _freeze_unused(clip: Any) -> None:
-    """Freeze open_clip's own temperature, as the objective has one, and CoCa's decoder, which
-    writes captions."""
+    """Freeze open_clip's temperature, which the objective replaces, and CoCa's captioning
+    decoder."""
     for scalar in (clip.logit_scale, clip.logit_bias):
         if scalar is not None:
             scalar.requires_grad_(False)
@@ -176,6 +178,8 @@ def _freeze_unused(clip: Any) -> None:
 def _image_prepare(
     preprocess_config: dict[str, Any], crop_scale: tuple[float, float]
 ) -> ImagePrepare:
+    """Return the preprocessing of images: open_clip's for evaluation, its random crops for
+    training."""
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     preprocess = PreprocessCfg(**preprocess_config)
@@ -185,7 +189,15 @@ def _image_prepare(
 
 
 class ClipImageTower(Tower):
-    """The image half of an open_clip model: its `visual`, pixels (B, 3, H, W) to (B, D)."""
+    """The image half of an open_clip model: its `visual`, from pixels (B, 3, H, W) to (B, D).
+
+    `ImageTextEncoder` builds it, and `ImageTextEncoder(...).left` is one.
+
+    Args:
+        visual: the image tower of open_clip.
+        prepare: its preprocessing.
+        dim: D, the size of the vectors.
+    """
 
     modality = "image"
 
@@ -198,18 +210,22 @@ class ClipImageTower(Tower):
     def forward(self, inputs: Inputs) -> Tensor:
         """Encode pixels (B, 3, H, W) to (B, D) unit-norm float32."""
         vectors = self.visual(inputs["image"])
-        # With those of CoCa come its tokens.
+        # CoCa returns its image tokens as well.
         return unit_norm(vectors[0] if isinstance(vectors, tuple) else vectors)
 
 
 class ClipTextPrepare(Prepare):
-    """Tokenize by an open_clip tokenizer, and cut the columns that no text of the batch reaches.
+    """Tokenize with an open_clip tokenizer, and cut the columns that no text of the batch reaches.
+
+        prepare = ImageTextEncoder("ViT-B-32").right.prepare
+        prepare(["a dog"])["text"]  # (1, 4): start, two words, end
 
     Args:
-        tokenizer: texts to (B, context length) ids.
-        end: the id at which the tower reads its output; "max": the largest id of each text; None:
+        tokenizer: function from texts to (B, context length) ids.
+        end: id at which the tower reads its output; "max" for the largest id of each text; None if
             nothing may be cut.
-        ids: those that the tower knows; a published tokenizer may have more, which no text gives.
+        ids: valid ids of the tower; a published tokenizer may have more ids, which no text
+            produces.
     """
 
     modality = "text"
@@ -220,11 +236,20 @@ class ClipTextPrepare(Prepare):
         self.ids = ids
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
+        """Tokenize B texts to {"text": (B, T) int64}.
+
+        Args:
+            items: B texts.
+            seeds: ignored, since texts are not augmented.
+        """
         check_items(items, "text")
         tokens = self.tokenizer(list(items))
         if (last := int(tokens.max())) not in self.ids:
-            problem = f"the tokenizer gives the id {last}, but the model has {len(self.ids)} token vectors"
-            raise DualencError(f"{problem}; give the model its own tokenizer")
+            raise DualencError(
+                f"the tokenizer returns id {last}, but the model has {len(self.ids)} token vectors",
+                fix="use the model's own tokenizer",
+            )
+        # Cut behind the last end token. Without a known end, the tower may read any column.
         if self.end is None:
             return {"text": tokens}
         ends = tokens if self.end == "max" else tokens.eq(self.end).int()
@@ -233,7 +258,15 @@ class ClipTextPrepare(Prepare):
 
 
 class ClipTextTower(Tower):
-    """The text half of an open_clip model, whose `visual` was taken out."""
+    """The text half of an open_clip model: the model without its `visual`.
+
+    `ImageTextEncoder` builds it, and `ImageTextEncoder(...).right` is one.
+
+    Args:
+        clip: open_clip model whose `visual` was removed.
+        prepare: its preprocessing.
+        dim: D, the size of the vectors.
+    """
 
     modality = "text"
 
@@ -250,8 +283,9 @@ class ClipTextTower(Tower):
         prefix, transformer = _causal_transformer(self.clip)
         if transformer is None or length == len(transformer.positional_embedding):
             return unit_norm(self.clip.encode_text(tokens))
-        # Under a causal mask the output token sees nothing of what follows it: the same vectors for
-        # less work.
+        # open_clip's text towers always run over the full context. Under a causal mask the output
+        # token attends to no later one, so shorter inputs give the same vectors for less work.
+        # `functional_call` swaps in shorter positions and mask for this pass.
         shorter = {
             f"clip.{prefix}positional_embedding": transformer.positional_embedding[:length],
             f"clip.{prefix}attn_mask": transformer.attn_mask[:length, :length],
@@ -261,8 +295,7 @@ class ClipTextTower(Tower):
 
 
 def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
-    """Prefix and module that hold positions and causal mask; (.., None) for other kinds of text
-    tower."""
+    """Return prefix and module with positions and causal mask; the module is None if not causal."""
     prefix = "text." if hasattr(clip, "text") else ""
     module = clip.text if hasattr(clip, "text") else clip
     is_causal = (
@@ -273,7 +306,7 @@ def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
 
 
 def _end_token(clip: nn.Module) -> EndToken:
-    """The argument `end` of `ClipTextPrepare`."""
+    """Return the argument `end` of `ClipTextPrepare`."""
     _, module = _causal_transformer(clip)
     if module is None:
         return None
@@ -284,30 +317,36 @@ def _end_token(clip: nn.Module) -> EndToken:
 
 
 def is_open_clip_name(name: str | None) -> bool:
-    """Whether open_clip knows an architecture of this name."""
+    """Return True if open_clip has an architecture of this name."""
     import open_clip
 
     return name in open_clip.list_models()
 
 
 def _check_arguments(name: str | None, pretrained: str | None, config: Any, tokenizer: Any) -> None:
-    """Refuse arguments of `ImageTextEncoder` that do not go together."""
+    """Raise if arguments of `ImageTextEncoder` exclude each other."""
     if (name is None) == (config is None):
         raise DualencError(
-            "give either the name of an open_clip model or a config to start from scratch"
+            "an image-text encoder needs either a name or a config",
+            fix="give the name of an open_clip model, or a config to start from scratch",
         )
     if tokenizer is not None and config is None:
         raise DualencError(
-            f"{name} has its own tokenizer: leave tokenizer out, it goes with config"
+            f"{name} has its own tokenizer",
+            fix="leave tokenizer out; it requires a config",
         )
     if pretrained is None:
         return
     if not is_open_clip_name(name):
-        raise DualencError(f"pretrained={pretrained} goes with an open_clip name: leave it out")
+        raise DualencError(
+            f"pretrained={pretrained} requires an open_clip name",
+            fix="leave it out",
+        )
     is_file = os.path.isfile(pretrained) and pretrained.endswith(".safetensors")
     if os.path.exists(pretrained) and not is_file:
         raise DualencError(
-            f"pretrained={pretrained} is no safetensors file; convert the weights to safetensors first"
+            f"pretrained={pretrained} is not a safetensors file",
+            fix="convert the weights to safetensors first",
         )
 
 
@@ -319,8 +358,11 @@ def load_clip(
     image_size: int | None,
     context_length: int | None,
 ) -> tuple[Any, dict[str, Any], Tokenize]:
-    """An open_clip model, its configuration and its tokenizer; the arguments are those of
-    `ImageTextEncoder`."""
+    """Load an open_clip model; the arguments are those of `ImageTextEncoder`.
+
+    Returns:
+        The model, its configuration and its tokenizer.
+    """
     import open_clip
     from open_clip.factory import get_pretrained_cfg, load_checkpoint
 
@@ -332,8 +374,8 @@ def load_clip(
         elif is_open_clip_name(name):
             own = open_clip.get_model_config(name)
             place = str(name)
-            # The name of an architecture says GELU for weights trained with QuickGELU, where
-            # open_clip only warns.
+            # Some weights were trained with QuickGELU although their architecture has GELU.
+            # open_clip only warns about it, and the vectors are wrong.
             if pretrained is not None and get_pretrained_cfg(place, pretrained).get("quick_gelu"):
                 own["quick_gelu"] = True
         else:
@@ -353,17 +395,17 @@ def load_clip(
                 Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer)
             )
 
-        # A tokenizer of open_clip's own takes no such argument.
+        # Only tokenizers of transformers accept the argument.
         options: dict[str, Any] = (
             {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
         )
         with (
             quiet_loading(),
-            explain(f"{where}: its tokenizer does not load", "restore the tokenizer's files"),
+            explain(f"{where}: the tokenizer does not load", "restore the tokenizer's files"),
         ):
             tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
 
-        # Weights come from safetensors alone: of a folder, open_clip itself would read others, too.
+        # open_clip would also read pickled weights in a folder, so a folder's are loaded below.
         loading: dict[str, Any] = (
             {"pretrained": pretrained} if place == name else {"load_weights": False}
         )
@@ -391,47 +433,60 @@ def load_clip(
 
 
 def _folder_config(folder: Path) -> dict[str, Any]:
-    """The `model_cfg` of an open_clip folder whose tokenizer is not code of its own."""
+    """Return the `model_cfg` of an open_clip folder; raise if its tokenizer is custom code."""
     config = read_json_object(folder / CONFIG_FILE).get("model_cfg")
     if not isinstance(config, dict):
         raise DualencError(
-            f"{folder / CONFIG_FILE}: no model_cfg, so no open_clip model; restore the file"
+            "model_cfg is missing, so this is not an open_clip model",
+            fix="restore the file",
+            where=folder / CONFIG_FILE,
         )
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "auto_map" in read_json_object(settings):
         raise DualencError(
-            f"{folder}: its tokenizer is code of its own, which is not run; save it with a plain one"
+            "its tokenizer is custom code, which is not run",
+            fix="save the model with a standard tokenizer",
+            where=folder,
         )
     return config
 
 
 def _check_size_of_weights(config: dict[str, Any], where: Path, num_weights: int) -> None:
-    """Refuse a configuration that describes far larger towers than the weights beside it."""
+    """Raise if a configuration describes far larger towers than the weights beside it."""
     check_sizes(config, where, num_weights)
     text = config.get("text_cfg")
     names = ("vocab_size", "width")
     sizes: list[Any] = [text.get(name) for name in names] if isinstance(text, dict) else []
     if all(type(size) is int for size in sizes) and math.prod(sizes) > num_weights:
-        problem = f"text_cfg needs vocab_size × width weights, and there are {num_weights:,}"
-        raise DualencError(f"{where}: {problem}; correct the file")
+        raise DualencError(
+            f"text_cfg needs vocab_size × width weights, but the file has {num_weights:,}",
+            fix="correct the file",
+            where=where,
+        )
 
 
 def _folder_weights(folder: Path) -> Path:
+    """Return the safetensors file of an open_clip folder."""
     for name in WEIGHTS_FILES:
         if (folder / name).is_file():
             return folder / name
-    raise DualencError(f"{folder}: no {WEIGHTS_FILE}; convert its weights to safetensors first")
+    raise DualencError(
+        f"no {WEIGHTS_FILE}",
+        fix="convert its weights to safetensors first",
+        where=folder,
+    )
 
 
 def check_config(config: dict[str, Any], where: str) -> None:
-    """Refuse configurations that are not two towers, and ones with which open_clip would run a
-    model's code."""
+    """Raise unless a configuration has two towers that open_clip builds without foreign code."""
     from transformers import AutoConfig
 
     missing = [section for section in SECTIONS if section not in config]
     if missing:
         raise DualencError(
-            f"{where}: {', '.join(missing)} missing; open_clip needs {', '.join(SECTIONS)}"
+            f"{', '.join(missing)} missing from the configuration",
+            fix=f"open_clip needs {', '.join(SECTIONS)}",
+            where=where,
         )
     check_fields(config, {"embed_dim": int, "vision_cfg": dict, "text_cfg": dict}, where)
     check_sizes(config, where)
@@ -439,18 +494,21 @@ def check_config(config: dict[str, Any], where: str) -> None:
     for key in text.get("tokenizer_kwargs") or {}:
         if key not in TOKENIZER_ARGUMENTS:
             raise DualencError(
-                f"{where}: with {key} in tokenizer_kwargs a tokenizer can be code of its own, which is not run; "
-                f"leave it out, only {', '.join(TOKENIZER_ARGUMENTS)} are taken"
+                f"{key} in tokenizer_kwargs could load custom code, which is not run",
+                fix=f"leave it out; only {', '.join(TOKENIZER_ARGUMENTS)} are allowed",
+                where=where,
             )
     if name := text.get("hf_model_name"):
-        # open_clip loads it with no word about code; this load before it refuses code.
-        problem = f"{where}: text_cfg.hf_model_name {name} does not load without code of its own, which is not run"
-        with explain(problem, "choose another"):
+        # open_clip does not pass on trust_remote_code. Loading the configuration first refuses
+        # a model with custom code.
+        problem = f"{where}: hf_model_name {name} may need custom code, which is not run"
+        with explain(problem, "choose a model that transformers supports"):
             AutoConfig.from_pretrained(str(name), trust_remote_code=False)
 
 
 def _token_ids(clip: Any) -> range:
-    """The ids that have a row in the table of the text tower."""
+    """Return the ids that have a row in the text tower's embedding table."""
+    # CLIP, CLIP with a separate text tower, or one with a transformer of the hub.
     text = getattr(clip, "text", clip)
     table = getattr(text, "token_embedding", None)
     if table is None and hasattr(getattr(text, "transformer", None), "get_input_embeddings"):
@@ -459,42 +517,53 @@ def _token_ids(clip: Any) -> range:
 
 
 def _check_image_size(visual: Any, vision: dict[str, Any], where: str) -> None:
-    """Refuse a size that a timm tower would have to be changed to, which no folder of open_clip can
-    say."""
+    """Raise if image_size would change a timm tower of fixed size, which no folder can record."""
     from timm.models import get_pretrained_cfg
 
     name = vision.get("timm_model_name")
     known = get_pretrained_cfg(name, allow_unregistered=True) if name else None
     if known is None or not known.fixed_input_size:
         return
+    # Fully convolutional and dynamic towers accept any size.
     if not getattr(getattr(visual.trunk, "patch_embed", None), "strict_img_size", True):
         return
     native = known.input_size[-1]
     if vision.get("image_size", native) not in (native, (native, native), [native, native]):
-        problem = f"{where}: image_size is {vision['image_size']}, and {name} takes images of {native} pixels"
-        raise DualencError(f"{problem}; leave it out, or choose a model of that size")
+        raise DualencError(
+            f"image_size is {vision['image_size']}, but {name} requires {native} pixels",
+            fix="leave image_size out, or choose a model of that size",
+            where=where,
+        )
 
 
 def _write_source(
     folder: Path, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Write a configuration, fitted in place to its tokenizer (None: open_clip's own), where
-    open_clip reads both."""
+    """Write a configuration, and the tokenizer that it is adapted to, where open_clip reads both.
+
+    Args:
+        folder: an empty folder.
+        config: the configuration, changed in place.
+        tokenizer: tokenizer of transformers; None for open_clip's own.
+    """
     text = config["text_cfg"]
     if tokenizer is not None:
-        # In a folder, open_clip takes the tokenizer beside its configuration.
+        # "." makes open_clip load the tokenizer from the folder of the configuration.
         text["hf_tokenizer_name"] = "."
         size = text.setdefault("vocab_size", len(tokenizer))
         if size < len(tokenizer):
             raise DualencError(
-                f"text_cfg.vocab_size is {size}, the tokenizer has {len(tokenizer)} tokens: leave it out"
+                f"text_cfg.vocab_size is {size}, but the tokenizer has {len(tokenizer)} tokens",
+                fix="leave vocab_size out",
             )
         if "hf_model_name" not in text:
+            # With pool_type eos the vector of a text is read at its first end token.
             end = tokenizer("a").input_ids[-1]
             if end not in tokenizer.all_special_ids and text.get("pool_type", "eos") == "eos":
-                problem = "the tokenizer puts no end token behind a text, where text_cfg.pool_type eos reads the vector"
                 raise DualencError(
-                    f"{problem}; give it a post-processor that does, or another pool_type"
+                    "the tokenizer does not append an end token, at which "
+                    "text_cfg.pool_type eos reads the vector",
+                    fix="add a post-processor that does, or choose another pool_type",
                 )
             text.setdefault("pad_id", tokenizer.pad_token_id)
             text.setdefault("pool_type", "eos")
@@ -503,7 +572,8 @@ def _write_source(
         tokenizer.save_pretrained(folder)
     elif not text.get("hf_tokenizer_name") and text.get("vocab_size", VOCAB_SIZE) < VOCAB_SIZE:
         raise DualencError(
-            f"text_cfg.vocab_size is {text['vocab_size']}: open_clip's tokenizer needs {VOCAB_SIZE}; "
-            "leave it out or give a tokenizer"
+            f"text_cfg.vocab_size is {text['vocab_size']}, but open_clip's tokenizer "
+            f"needs {VOCAB_SIZE}",
+            fix="leave vocab_size out, or give a tokenizer",
         )
     write_json(folder / CONFIG_FILE, {"model_cfg": config})

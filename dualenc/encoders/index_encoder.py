@@ -1,4 +1,4 @@
-"""Encoders of queries over an index: documents are vectors already, and are never encoded again."""
+"""Query encoders for an existing index. Document vectors are fixed and never re-encoded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dualenc.io.reading import check_fields, read_json_object
 from dualenc.types import Side
 
 TRAINED_FILE = "trained_documents.json"
-VECTOR_FOLDER = "queries"  # the adapter of query vectors, inside the folder of its model
+VECTOR_FOLDER = "queries"
+"""Subfolder with the adapter of query vectors."""
 
 TEXT_OR_NULL = (str, NoneType)
 FACTS = {
@@ -31,20 +32,22 @@ FACTS = {
     "dim": int,
     "metric": str,
 }
-"""The facts about documents, with the types of their values."""
+"""Facts about documents, and the types of their values."""
 DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
 
 
 class IndexEncoder(DualEncoder):
-    """A query tower over the document vectors of an index, which training leaves as they are.
+    """A trainable query tower over the fixed document vectors of an index.
+
+    Training changes queries only, so the index stays valid.
 
         IndexEncoder(TextEncoder("me/base"), open_documents("index").meta)
 
     Args:
-        queries: a text or vector encoder; its left tower is trained, its right one is not used.
-            Where the index holds only the first components of a text model's vectors, the tower is
-            cut to them (`truncate_dim`).
-        documents: facts about the document vectors: "dim", and, by default unknown, "model" and
+        queries: text or vector encoder, whose left tower is trained and right tower is not used. If
+            the index holds only the leading components of a text model's vectors, the tower
+            truncates its own to the same size (`truncate_dim`).
+        documents: facts about the document vectors: "dim", and optionally "model" and
             "model_checksum" of the encoder that made them, with its "side" ("left" or "right") and
             their "metric" ("cosine" or "ip").
 
@@ -52,8 +55,9 @@ class IndexEncoder(DualEncoder):
         documents: the facts.
         trained_ids: ids of the documents that were relevant in training; saved with the model.
 
-    Raises `DualencError` if queries are neither texts nor vectors, or of another size than the
-    documents.
+    Raises:
+        DualencError: the queries are neither texts nor vectors, or differ from the documents in
+            size.
     """
 
     left: TextTower | VectorTower
@@ -66,18 +70,25 @@ class IndexEncoder(DualEncoder):
         for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
             if facts[name] not in allowed:
                 raise DualencError(
-                    f"documents: {name} is {facts[name][:40]!r}; give {' or '.join(allowed)}"
+                    f"{name} is {facts[name][:40]!r}",
+                    fix=f"give {' or '.join(allowed)}",
+                    where="documents",
                 )
         dim = facts["dim"]
         left = queries.left
         if not isinstance(left, TextTower | VectorTower):
-            raise DualencError(f"queries are {left.modality}s; give an encoder of texts or vectors")
-        right = VectorTower("identity", dim, dim, None)  # the documents are vectors already
+            raise DualencError(
+                f"queries are {left.modality}s",
+                fix="give an encoder of texts or vectors",
+            )
+        # Documents are vectors already.
+        right = VectorTower("identity", dim, dim, None)
         if isinstance(left, TextTower) and dim < left.dim:
             left = TextTower(left.parts, left.prepare, truncate_dim=dim)
         if left.dim != dim:
             raise DualencError(
-                f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}; see with_map"
+                f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}",
+                fix="append a map of that size with with_map",
             )
         super().__init__(left, right, kind="query-index")
         self.documents: dict[str, Any] = facts
@@ -96,7 +107,11 @@ class IndexEncoder(DualEncoder):
         config = read_json_object(path, {"queries": str, "documents": dict})
         trained_ids = read_json_object(folder / TRAINED_FILE, {"ids": list})["ids"]
         if not all(isinstance(document_id, str) for document_id in trained_ids):
-            raise DualencError(f"{folder / TRAINED_FILE}: ids must be texts; save the model again")
+            raise DualencError(
+                "ids must be strings",
+                fix="save the model again",
+                where=folder / TRAINED_FILE,
+            )
         queries: DualEncoder
         if config["queries"] == "vector":
             queries = VectorEncoder.from_folder(folder / VECTOR_FOLDER)
@@ -105,13 +120,12 @@ class IndexEncoder(DualEncoder):
         try:
             model = cls(queries, config["documents"])
         except DualencError as error:
-            raise DualencError(f"{path}: {error}") from None
+            raise DualencError(str(error), where=path) from None
         model.trained_ids = trained_ids
         return model
 
     def write(self, folder: Path) -> None:
-        """Write the query tower, of texts as a sentence-transformers folder, and the facts about
-        the documents."""
+        """Write the query tower (texts: a sentence-transformers folder) and the document facts."""
         config = {"kind": self.kind, "queries": self.left.modality, "documents": self.documents}
         write_json(folder / DUALENC_FILE, config)
         write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
@@ -131,26 +145,36 @@ class IndexEncoder(DualEncoder):
             write_adapters(self.left, self.right, self.state_dict(), folder / VECTOR_FOLDER)
 
     def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
-        """Encode N queries, or scale N document vectors (D,) to length one; options as of
-        `DualEncoder.encode`."""
+        """Encode N queries, or scale N document vectors (D,) to length one.
+
+        Args:
+            items: queries, or vectors of documents.
+            side: "left" for queries, "right" for document vectors.
+            options: further arguments of `DualEncoder.encode`.
+        """
         if side == "right" and isinstance(items, Sequence) and items and isinstance(items[0], str):
             model = " ".join((self.documents["model"] or "the model of the index").split())
             raise DualencError(
-                f"documents are the vectors of the index; embed new ones with {model}"
+                "documents are the vectors of the index",
+                fix=f"embed new ones with {model}",
             )
         return super().encode(items, side, **options)
 
     def model_card(self, name: str, card: Mapping[str, Any], on_hub: bool = False) -> str:
-        """The text of the model folder's README.md, with a section about the documents."""
-        made_by = (
-            f"the model {self.documents['model']}"
-            if self.documents["model"]
-            else "an unknown model"
-        )
+        """Render the README.md of the model folder, with a section about the documents.
+
+        Args:
+            name: name of the model: a folder, or owner/name on the hub.
+            card: additional content, see `render_card`.
+            on_hub: True if `name` is a repository of the hub.
+        """
+        model = self.documents["model"]
+        made_by = f"the model {model}" if model else "an unknown model"
         text = (
-            f"The documents are the vectors of an index ({self.documents['metric']}), made by {made_by}. Training "
-            "changed queries alone: the index stays as it is, and new documents are embedded with its model. "
-            f"{TRAINED_FILE} lists the documents that were relevant in training."
+            f"The documents are the vectors of an index ({self.documents['metric']}), made by "
+            f"{made_by}. Only the query tower was trained, so the index stays valid, and new "
+            f"documents must be embedded with its model. {TRAINED_FILE} lists the documents that "
+            "were relevant in training."
         )
         return super().model_card(name, {"documents": text, **card}, on_hub)
 
@@ -158,32 +182,39 @@ class IndexEncoder(DualEncoder):
 def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
     """Append a trained map of query vectors to the query tower of a text model.
 
-    The result shares the transformer's weights with `text`; the map's are copies. Documents are
-    encoded as before, but cut where the map takes fewer numbers than `text` gives, and mapped, too,
-    where it changes the size of vectors.
+    The result shares the transformer's weights with `text`; the map's weights are copies. Documents
+    are encoded as before, except that they are truncated if the map takes fewer components than
+    `text` gives, and also mapped if the map changes the size of the vectors.
 
         with_map(TextEncoder("me/base"), load_model("runs/adapted/model").left)
 
     Args:
-        text: the model that made the vectors, of whose first components (B, input_dim) the map was
-            trained.
-        tower: of kind "dense", "linear" or "identity".
+        text: model that made the vectors; the map was trained on their leading components (B,
+            input_dim).
+        tower: trained tower of kind "dense", "linear" or "identity".
 
-    Raises `DualencError` if the sizes do not fit, or for a text model with truncate_dim, or a tower
-    of kind "mlp".
+    Raises:
+        DualencError: the sizes do not fit, the text model has a truncate_dim, or the tower is of
+            kind "mlp".
     """
     from sentence_transformers.sentence_transformer.modules import Dense
 
     if text.left.truncate_dim is not None:
-        cut = f"cuts its vectors to {text.left.truncate_dim} numbers, which a map would come before"
-        raise DualencError(f"the text model {cut}; give one without truncate_dim")
+        raise DualencError(
+            f"the text model truncates its vectors to {text.left.truncate_dim} numbers, "
+            "after the place of a map",
+            fix="give a model without truncate_dim",
+        )
     dim = tower.prepare.input_dim
     if dim > text.dim:
-        problem = f"takes vectors of {dim} numbers, but the text model gives {text.dim}"
-        raise DualencError(f"the map {problem}; give the model that made the vectors")
+        raise DualencError(
+            f"the map takes vectors of {dim} numbers, but the text model gives {text.dim}",
+            fix="give the model that made the vectors",
+        )
     device = next(text.parameters()).device
     first: list[nn.Module] = []
     if dim < text.dim:
+        # A rectangular identity selects the leading components.
         weight = torch.eye(dim, text.dim, device=device)
         first = [
             Dense(text.dim, dim, bias=False, activation_function=nn.Identity(), init_weight=weight)
@@ -197,25 +228,28 @@ def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
 
 
 def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[str, Tensor]:
-    """The state dict keep·original + (1 − keep)·adapted, in float32: fine-tuning with less
-    forgetting.
+    """Average two models' weights, keep·original + (1 − keep)·adapted, to reduce forgetting.
 
-    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Integer buffers are those of
-    `adapted`. Adapters of LoRA are merged into the weights, so that the result fits a model that
-    was saved and loaded.
+    WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903, equation 1). Integer buffers are taken from
+    `adapted`. LoRA adapters are merged into the weights, so the result fits a model that was saved
+    and loaded.
 
         model = load_model("runs/adapted/model")
         model.left.load_state_dict(interpolate(load_model("me/base").left, model.left, keep=0.5))
 
     Args:
-        original: the model before training.
-        adapted: the model after it, of the same structure.
+        original: model before training.
+        adapted: model after training, of the same structure.
         keep: share of the original, 0 to 1.
 
-    Raises `DualencError` if names or shapes of the weights differ, or keep is no share.
+    Returns:
+        The averaged state dict, in float32.
+
+    Raises:
+        DualencError: names or shapes of the weights differ, or keep is not in [0, 1].
     """
     if not 0 <= keep <= 1:
-        raise DualencError(f"keep is {keep}; give a share of the original model from 0 to 1")
+        raise DualencError(f"keep is {keep}", fix="give a share of the original model from 0 to 1")
     before = merge_adapters(original).state_dict()
     after = merge_adapters(adapted).state_dict()
     shapes = [
@@ -224,7 +258,8 @@ def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[st
     differing = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
     if differing:
         raise DualencError(
-            f"the two models differ in {differing[0]}; give the model that the adapted one was trained from"
+            f"the two models differ in {differing[0]}",
+            fix="give the model that the adapted one was trained from",
         )
     state = {}
     for name, weight in after.items():

@@ -1,4 +1,4 @@
-"""Limits on sizes in configurations of foreign models, checked before a library builds them."""
+"""Size limits for the configurations of foreign models, checked before a library builds them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ LIMITS = {
     r"positions?$|position_embeddings$|context_length$|^n_ctx$": 2**24,
     r"dims?$|width$|channels?$|chans$|features$|size$|^[nd]_\w+$": 2**20,
 }
-"""The largest sizes by regular expressions of their names: above those of all known models."""
+"""Maximum sizes by regular expressions of their names; above those of all known models."""
 
 
 SQUARES = r"embed_dims?$|hidden_dims?$|^dims?$|width$"
-"""Sizes of layers whose weights are about the square of them, or more."""
+"""Layer sizes of which a model has at least about the square in weights."""
 ROOM = 64
-"""How many times as large as a model's weights such a square may be."""
+"""Maximum ratio of such a square to the number of weights."""
 
 
 def check_sizes(settings: Any, where: StrPath, num_weights: int | None = None) -> None:
-    """Refuse a configuration with a size, at any depth, that would take minutes or all memory to
-    build.
+    """Raise if a size in a configuration would take minutes or all memory to build.
 
     Args:
-        settings: the JSON of the configuration.
+        settings: configuration as parsed from JSON; checked at any depth.
         where: its file, for the error.
-        num_weights: of the file beside it, of which a size can be a part only; None: unknown.
+        num_weights: number of weights in the file beside it, which limits sizes further; None if
+            unknown.
     """
+    # A list of pending nodes and not recursion, which deeply nested JSON could exhaust.
     pending = [("", settings)]
     while pending:
         name, value = pending.pop()
@@ -47,5 +48,8 @@ def check_sizes(settings: Any, where: StrPath, num_weights: int | None = None) -
             if limit is not None and num_weights is not None and re.search(SQUARES, name):
                 limit = min(limit, math.isqrt(ROOM * num_weights))
             if limit is not None and value > limit:
-                size = f"{name} is {value:.4g}, above {limit:,}"
-                raise DualencError(f"{where}: {size}; correct the file")
+                raise DualencError(
+                    f"{name} is {value:.4g}, above {limit:,}",
+                    fix="correct the file",
+                    where=where,
+                )

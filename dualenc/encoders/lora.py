@@ -1,5 +1,4 @@
-"""LoRA by peft, for any tower: adapters of low rank in its layers, and their merging into the
-weights."""
+"""LoRA adapters by peft for any tower: adding them, and merging them into the weights."""
 
 from __future__ import annotations
 
@@ -15,28 +14,30 @@ from dualenc.errors import DualencError, explain
 Module = TypeVar("Module", bound=nn.Module)
 
 PROJECTIONS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-"""Matrices of torch's attention, which are no layers of their own."""
+"""Weight matrices of torch's attention that are parameters and not layers."""
 CLIP_POOLING = "open_clip.modified_resnet.AttentionPool2d"
-"""The pooling of CLIP's ResNets, which reads the weights of its layers without calling them."""
+"""Pooling of CLIP's ResNets, which reads the weights of its layers without calling them."""
 
 
 def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-linear") -> None:
     """Freeze a module and add trainable adapters W + 2·BA in float32 to its layers, in place.
 
-    LoRA (Hu et al. 2021, arXiv 2106.09685). Layers that are never called get none, since peft's
-    adapters take part in calls: the pooler of BERT, the output projection inside torch's attention,
-    and the pooling of CLIP's ResNets.
+    LoRA (Hu et al. 2021, arXiv:2106.09685). peft's adapters act when a layer is called. Layers that
+    are never called get none: BERT's pooler, the output projection inside torch's attention, and
+    the pooling of CLIP's ResNets.
 
     Args:
         module: a transformer, or a tower of open_clip.
-        rank: rows of A and columns of B.
-        targets: "all-linear", a list of endings of layers' names, or a regular expression of whole
-            names.
+        rank: number of rows of A and columns of B.
+        targets: "all-linear", a list of suffixes of layer names, or a regular expression that
+            matches whole names.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
-        raise DualencError("LoRA needs the package peft: pip install 'dualenc[lora]'") from None
+        raise DualencError(
+            "LoRA needs the package peft", fix="pip install 'dualenc[lora]'"
+        ) from None
     endings = tuple(targets) if isinstance(targets, list) else ()
     projections: list[str] = []
     excluded: list[str] = []
@@ -45,8 +46,8 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
         if is_attention and (targets == "all-linear" or name.endswith(endings)):
             present = [key for key in PROJECTIONS if getattr(layer, key, None) is not None]
             projections += [f"{name}.{key}" for key in present]
-        # Around attention as a whole, peft would add to its weights and subtract again in each
-        # pass, with rounding.
+        # Wrapped around a whole attention, peft would add BA to the weights and subtract it again
+        # in each pass, which accumulates rounding errors.
         is_uncalled = isinstance(layer, NonDynamicallyQuantizableLinear) or name.endswith(
             "pooler.dense"
         )
@@ -55,8 +56,8 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
         if f"{type(layer).__module__}.{type(layer).__name__}" == CLIP_POOLING:
             excluded += [f"{name}.{child}" for child, _ in layer.named_children()]
     with explain(
-        f"LoRA of rank {rank}, targets {targets}",
-        "give endings of layers' names as a list, such as [query, value]",
+        f"LoRA of rank {rank} with targets {targets} fails",
+        "give suffixes of layer names as a list, such as [query, value]",
     ):
         config = LoraConfig(
             r=rank,
@@ -66,13 +67,15 @@ def add_adapters(module: nn.Module, rank: int, targets: str | list[str] = "all-l
             exclude_modules=excluded or None,
         )
         inject_adapter_in_model(config, module)
+    # In bfloat16, small updates of an adapter would round to nothing.
     for weight in module.parameters():
         if weight.requires_grad:
             weight.data = weight.data.float()
 
 
 def without_weights(module: Module) -> Module:
-    """A small copy of the same structure: its weights are empty, its adapters left out."""
+    """Copy a module's structure without adapters; its weights are empty, so the copy is small."""
+    # `deepcopy` takes what its memo already holds, here empty tensors.
     copies: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty(0, dtype=tensor.dtype)
@@ -87,11 +90,15 @@ def without_weights(module: Module) -> Module:
 
 @torch.no_grad()
 def merge_adapters(module: nn.Module) -> nn.Module:
-    """A copy with adapters, at any depth, merged, in float32 on the CPU; the module itself if it
-    has none."""
+    """Copy a module with all adapters merged, in float32 on the CPU.
+
+    Returns:
+        The copy, or the module itself if there are none.
+    """
     if not any(hasattr(layer, "get_base_layer") for layer in module.modules()):
         return module
-    # In place of the copies that would be made beside a tensor, on a GPU that may be full.
+    # `deepcopy` would copy tensors on their own device, a GPU that may be full. CPU copies in its
+    # memo prevent that.
     copies: dict[int, torch.Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         copied = tensor.detach().to("cpu", copy=True)
@@ -99,7 +106,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
             nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
         )
     merged = copy.deepcopy(module, copies).float()
-    # Adapters of several weights of a layer are nested: the innermost first.
+    # Adapters of several weights of one layer are nested, so start with the innermost.
     for name, layer in reversed(list(merged.named_modules())):
         if hasattr(layer, "get_base_layer"):
             layer.merge()

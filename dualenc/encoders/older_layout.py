@@ -1,5 +1,5 @@
-"""Settings of a text folder as sentence-transformers before 5.4 wrote them: TEI, vLLM and Ollama
-read these alone."""
+"""Settings of a text folder in the format before sentence-transformers 5.4, for TEI, vLLM,
+Ollama."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ MODES = {
     **{"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "lasttoken": "lasttoken"},
     **{"mean_sqrt_len_tokens": "mean_sqrt_len_tokens", "weightedmean": "weightedmean_tokens"},
 }
-"""What keys of the older layout call the modes of pooling."""
+"""Pooling modes, and their names in the keys of the older layout."""
 NEWER = ("processing_kwargs", "query_length", "document_length")
-"""Settings of a transformer that the older layout lacks."""
+"""Settings of a transformer that the older layout cannot express."""
 
 
 def write_older_layout(folder: Path, max_length: int) -> None:
-    """Rewrite the settings in a folder of `SentenceTransformer.save`, so that all its versions, and
-    servers, read them.
+    """Rewrite the settings in a folder so that all versions of sentence-transformers read them.
 
-    A folder stays as it is where a module had no such form: Router, StaticEmbedding, several
-    poolings, chat templates, a length of each side.
+    Nothing is changed if a module lacks an older form: Router, StaticEmbedding, several pooling
+    modes, chat templates, different lengths for the two sides.
+
+    Args:
+        folder: folder written by `SentenceTransformer.save`.
+        max_length: longest input in tokens.
     """
     modules = read_json(folder / "modules.json")
     contents: dict[Path, Any] = {folder / "modules.json": modules}
@@ -47,7 +50,7 @@ def write_older_layout(folder: Path, max_length: int) -> None:
 
 
 def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dict[str, Any] | None:
-    """A module's settings in their older form; None where there is none."""
+    """Return a module's settings in their older form; None if there is none."""
     if kind == "Transformer":
         is_newer = settings["modality_config"].keys() != {"text"} or any(
             settings.get(name) for name in NEWER
@@ -58,7 +61,7 @@ def _older_settings(kind: str, settings: dict[str, Any], max_length: int) -> dic
         mode = settings["pooling_mode"]
         if not isinstance(mode, str):
             return None
-        # All of them: a version of 2024 takes the mean where that is not false.
+        # Write all keys: versions of 2024 default to the mean unless its key is false.
         keys = {f"pooling_mode_{name}": own == mode for own, name in MODES.items()}
         keys["word_embedding_dimension"] = settings["embedding_dimension"]
         return keys | {"include_prompt": settings["include_prompt"]}

@@ -1,8 +1,7 @@
-"""Checks of a sentence-transformers folder before the library reads it: what could lead to code is
-refused.
+"""Checks of a sentence-transformers folder before the library reads it; paths to code are refused.
 
-sentence-transformers calls `torch.…` classes by the names in a folder, passes on arguments from it,
-and falls back to pickled weights.
+sentence-transformers instantiates `torch.…` classes named in a folder, passes on arguments from
+it, and falls back to pickled weights.
 """
 
 from __future__ import annotations
@@ -22,37 +21,44 @@ WITH_WEIGHTS = ("StaticEmbedding", "Dense", "LayerNorm", "WeightedLayerPooling")
 IN_ROUTERS = ("Transformer", "Pooling", "Normalize", "Dropout", *WITH_WEIGHTS)
 MODULES = (*IN_ROUTERS, "Router", "Asym")
 ACTIVATION = re.compile(r"torch\.nn\.(modules\.(activation\.|linear\.)?)?[A-Z]\w*")
-"""Names of activations that a folder may give: classes of torch, whose making runs nothing else."""
+"""Activations that a folder may name: classes of torch that are safe to construct."""
 ARGUMENTS = re.compile("(model|config|tokenizer|processor)_(args|kwargs)|tokenizer_name_or_path")
 
 WITH_SIZES = ("config.json", "tokenizer_config.json")
-"""Files by whose sizes something is built; data_config.json, say, counts rows of training data."""
+"""Files with sizes that a library allocates. Others, as data_config.json, count training rows."""
 PURPOSES = {
     "config_sentence_transformers.json": "model_type",
     "sentence_bert_config.json": "transformer_task",
 }
-"""Files that say what a folder of sentence-transformers is for, and where."""
+"""Files that state the purpose of a sentence-transformers folder, and the key."""
 OTHER_PURPOSE = re.compile("CrossEncoder|sequence-classification")
 OTHER_HEAD = re.compile(
     r"\w+For((Sequence|Token)Classification|QuestionAnswering|MultipleChoice)\b"
 )
-"""Architectures of transformers whose head gives scores or labels."""
+"""Architectures of transformers with a head for scores or labels."""
 TABLES = ("embedding.weight", "embeddings")
-"""Names of a table of token vectors, by sentence-transformers and by model2vec."""
+"""Names of the table of token vectors in sentence-transformers and in model2vec."""
 
 
 def check_sentence_folder(folder: Path) -> list[Path]:
-    """Refuse a folder of sentence-transformers or transformers that names code, other models, or
-    lacks safetensors.
+    """Raise if a folder of sentence-transformers or transformers is unsafe or unsuitable.
 
-    Returns the folders of its transformers.
+    Refused are names of code, adapters, models of scores or labels, and missing safetensors.
+
+    Args:
+        folder: the model folder.
+
+    Returns:
+        The folders of its transformers.
     """
-    # All files, wherever they lie: transformers looks at the top level, too, and one config.json
-    # may name another.
+    # Check configuration files in all subfolders: transformers also reads the top level, and one
+    # config.json can refer to another.
     for path in sorted(folder.rglob("*config*.json")):
         if path.name == "adapter_config.json":
             raise DualencError(
-                f"{path}: adapters of another model; merge them into it and save that"
+                "holds adapters of another model",
+                fix="merge them into that model and save it",
+                where=path,
             )
         settings = read_json(path)
         check_settings(settings, str(path))
@@ -60,7 +66,7 @@ def check_sentence_folder(folder: Path) -> list[Path]:
             check_sizes(settings, path)
     _check_purpose(folder)
     if (folder / "modules.json").is_file():
-        with explain(f"{folder / 'modules.json'}: is no list of modules", "restore the file"):
+        with explain(f"{folder / 'modules.json'}: is not a list of modules", "restore the file"):
             entries = [
                 (entry["path"], entry["type"]) for entry in read_json(folder / "modules.json")
             ]
@@ -78,57 +84,61 @@ def check_sentence_folder(folder: Path) -> list[Path]:
 
 
 def _check_purpose(folder: Path) -> None:
-    """Refuse a model that gives scores or labels, whose head would be left out in silence."""
+    """Raise for models of scores or labels, whose head would be dropped silently."""
     kind = None
     for file, key in PURPOSES.items():
         if (folder / file).is_file() and not kind:
             kind = OTHER_PURPOSE.search(str(read_json_object(folder / file).get(key)))
-    # Modules make vectors of any transformer, whatever it was trained for before.
+    # modules.json turns any transformer into an encoder, whatever its original head was.
     if not kind and not (folder / "modules.json").is_file() and (folder / "config.json").is_file():
         kind = OTHER_HEAD.search(str(read_json_object(folder / "config.json").get("architectures")))
     if kind:
-        problem = f"{kind[0]}, a model of scores or labels for texts, not of vectors"
         raise DualencError(
-            f"{folder}: {problem}; rerank results with it (CrossEncoder of sentence-transformers), "
-            "or save its encoder, which AutoModel of transformers loads, to train from there"
+            f"is {kind[0]}, a model of scores or labels, not of vectors",
+            fix="rerank results with it (CrossEncoder of sentence-transformers), or load its "
+            "encoder with AutoModel of transformers, save that and train from there",
+            where=folder,
         )
 
 
 def check_settings(settings: Any, where: str) -> None:
-    """Refuse settings, at any depth, by which transformers or sentence-transformers would run
-    foreign code."""
+    """Raise if a setting, at any depth, would make a library run foreign code."""
     for key, value in _entries(settings):
         methods = {method for name, method in _entries(value) if name == "method"}
-        # In transformers' configurations an activation is a plain word such as gelu.
+        # transformers itself names activations by plain words such as gelu; a dot means a class.
         is_class = key == "activation_function" and "." in str(value)
         if is_class and not ACTIVATION.fullmatch(str(value)):
-            problem = "is no activation of torch.nn, and is not run"
+            problem = "is not an activation of torch.nn, and is not run"
         elif key == "modality_config" and methods != {"forward"}:
-            problem = "names a method other than forward, which is not called"
+            problem = "names methods other than forward, which are not called"
         elif key.endswith("attn_implementation") and "/" in str(value):
             problem = "is code from the hub, which is not run"
         elif value and ARGUMENTS.fullmatch(key):
             problem = "would be passed on to transformers"
         else:
             continue
-        raise DualencError(f"{where}: {key} {str(value)[:80]!r} {problem}; leave it out")
+        raise DualencError(f"{key} {str(value)[:80]!r} {problem}", fix="leave it out", where=where)
 
 
 def _modules(
     folder: Path, entries: list[tuple[str, str]], allowed: tuple[str, ...]
 ) -> Iterator[tuple[str, Path]]:
-    """Kind and folder of modules, and of those inside Routers; other kinds, and folders elsewhere,
-    are refused."""
+    """Yield kind and folder of all modules, Routers' included; raise for other kinds and places."""
     for path, full_name in entries:
         package, _, kind = full_name.rpartition(".")
         if kind not in allowed or package.partition(".")[0] != "sentence_transformers":
             raise DualencError(
-                f"{folder}: its module {full_name[:80]} is not supported; choose a model of {', '.join(allowed)}"
+                f"its module {full_name[:80]} is not supported",
+                fix=f"choose a model of {', '.join(allowed)}",
+                where=folder,
             )
         place = folder / path
+        # Resolved, because a link or ".." may lead out of the folder.
         if not place.resolve().is_relative_to(folder.resolve()):
             raise DualencError(
-                f"{folder}: {path[:80]!r} is no path in the folder; restore modules.json"
+                f"{path[:80]!r} is not a path in the folder",
+                fix="restore modules.json",
+                where=folder,
             )
         yield kind, place
         if kind not in IN_ROUTERS:
@@ -138,7 +148,7 @@ def _modules(
 
 
 def _entries(value: Any) -> Iterator[tuple[str, Any]]:
-    """Keys and values of a JSON document, at any depth."""
+    """Yield keys and values of a JSON document, at any depth."""
     if isinstance(value, dict):
         yield from value.items()
     children = value.values() if isinstance(value, dict) else value

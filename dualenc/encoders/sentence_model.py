@@ -1,5 +1,5 @@
-"""What text towers use of the inside of sentence-transformers 6: loading, the modules of a side,
-inputs, saving."""
+"""Access to the internals of sentence-transformers 6: loading, modules of a side, inputs,
+saving."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from dualenc.errors import DualencError, explain
 logger = logging.getLogger("dualenc.encoders")
 
 MIN_LENGTH = 3
-"""Shortest input in tokens: special tokens take two."""
+"""Minimum input length in tokens: two are special tokens."""
 MAX_LENGTH = 512
-"""Longest input in tokens where neither the model nor the tokenizer nor the user sets a limit."""
+"""Default input length in tokens if model, tokenizer and user set no limit."""
 NO_LIMIT = 1_000_000
-"""Lengths from here on stand for none."""
+"""Tokenizers express "no limit" by lengths of this size or more."""
 MAX_LACKING = 4
-"""How many times the weights that it has a folder may lack: of T5, the decoder."""
+"""Maximum ratio of missing to present weights: an encoder's folder may lack T5's decoder."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 SPECIAL_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
 
@@ -54,15 +54,17 @@ def open_sides(
     shared: bool | None,
     dtype: torch.dtype,
 ) -> tuple[SentenceTransformer, SentenceTransformer]:
-    """The models of queries and of documents by the arguments of `TextEncoder`: one and the same,
-    or one each."""
+    """Open the models of queries and documents; the arguments are those of `TextEncoder`.
+
+    Returns:
+        The query model and the document model: one object if they share weights.
+    """
     if name is not None and config is None and tokenizer is None:
         queries = open_model(model_folder(name), dtype) if isinstance(name, str) else name.to(dtype)
         if queries.similarity_fn_name not in (None, "cosine"):
-            kind = queries.similarity_fn_name
             logger.warning(
-                "the model was trained for %s scores; here, and where it is saved, cosines compare",
-                kind,
+                "the model was trained for %s scores; dualenc uses, and saves, cosine similarity",
+                queries.similarity_fn_name,
             )
         documents = copy.deepcopy(queries) if shared is False else queries
     elif name is None and config is not None and tokenizer is not None:
@@ -71,15 +73,20 @@ def open_sides(
         documents = new_model(config, own, dtype) if shared is False else queries
     else:
         raise DualencError(
-            "give the name of a base model, or config and tokenizer to start from scratch"
+            "a text encoder needs either a base model or a config with a tokenizer",
+            fix="give the name of a model, or config and tokenizer to start from scratch",
         )
     for module in (*side_modules(queries, "query"), *side_modules(queries, "document")):
         if not isinstance(module, Transformer):
-            module.float()  # a Dense is trained in full, and gets vectors in float32
+            # Adapters exist for transformers only. A Dense is trained in full, which needs
+            # float32, and gets float32 vectors.
+            module.float()
     has_router = any(isinstance(module, Router) for module in queries)
     if has_router and shared:
         raise DualencError(
-            f"{name}: its sides are separate, so shared cannot be true; leave it out"
+            "its sides are separate, so shared cannot be true",
+            fix="leave shared out",
+            where=name,
         )
     if has_router:
         return queries, queries
@@ -87,13 +94,16 @@ def open_sides(
 
 
 def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
-    """Load a folder of sentence-transformers or transformers; code in it is never run, and pickles
-    are not read."""
+    """Load a folder of sentence-transformers or transformers.
+
+    Code in the folder is never run, and pickled weights are not read.
+    """
     places = check_sentence_folder(folder)
     with (
         quiet_loading(),
         explain(f"{folder}: does not load", "restore it, or choose another model"),
     ):
+        # First on the meta device, which is cheap, and raises before gigabytes are allocated.
         missing = [_missing_weights(place, AutoModel) for place in places]
         model = SentenceTransformer(
             str(folder),
@@ -102,10 +112,11 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
             trust_remote_code=False,
             model_kwargs={"dtype": dtype, "use_safetensors": True},
         )
-        # In the order in which the folder names them.
+        # In the order of the folder's module list, like `places`.
         transformers = [module for module in model.modules() if isinstance(module, Transformer)]
         for place, lacks_weights, module in zip(places, missing, transformers, strict=True):
-            # For some kinds, sentence-transformers loads the encoder alone.
+            # sentence-transformers loads some architectures, such as T5, as the encoder alone.
+            # What AutoModel lacks may thus not be part of this model.
             if lacks_weights and (names := _missing_weights(place, type(module.model))):
                 features = module(module.preprocess(["a"]))
                 outputs = (module.module_output_name, "all_layer_embeddings")
@@ -115,9 +126,9 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
 
 
 def _missing_weights(place: Path, model_class: Any) -> list[str]:
-    """The weights that a transformer's folder lacks; raises for shapes other than config.json
-    says."""
-    # On the meta device names and shapes alone are read, before config.json allocates anything.
+    """Return the weights that a transformer's folder lacks; raise if shapes contradict
+    config.json."""
+    # The meta device has names and shapes but no memory, whatever sizes config.json claims.
     model, report = model_class.from_pretrained(
         place,
         device_map="meta",
@@ -129,28 +140,38 @@ def _missing_weights(place: Path, model_class: Any) -> list[str]:
     )
     for name, *shapes in sorted(report["mismatched_keys"]):
         has, needs = (tuple(shape) for shape in shapes)
-        problem = f"{name} is {has}, but {needs} by config.json"
-        raise DualencError(f"{place}: {problem}; restore its files")
+        raise DualencError(
+            f"{name} has shape {has}, but config.json requires {needs}",
+            fix="restore its files",
+            where=place,
+        )
     missing = sorted(report["missing_keys"])
     sizes = {name: weight.numel() for name, weight in model.named_parameters()}
     lacking = sum(sizes.get(name, 0) for name in missing)
     if lacking > MAX_LACKING * (sum(sizes.values()) - lacking):
-        problem = f"{len(missing)} weights are missing, {missing[0]} first"
-        raise DualencError(f"{place}: {problem}; restore its files")
+        raise DualencError(
+            f"{len(missing)} weights are missing, such as {missing[0]}",
+            fix="restore its files",
+            where=place,
+        )
     return missing
 
 
 def new_model(
     config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
 ) -> SentenceTransformer:
-    """A transformer with random weights by a configuration's fields, for the vocabulary of a
-    tokenizer."""
+    """Create a transformer with random weights, for the vocabulary of a tokenizer."""
     special_ids = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
     fields = {"vocab_size": len(tokenizer), **special_ids, **copy.deepcopy(config)}
     if fields["vocab_size"] < len(tokenizer):
-        problem = f"vocab_size is below the {len(tokenizer)} of the tokenizer"
-        raise DualencError(f"config: {problem}; leave it out")
+        raise DualencError(
+            f"vocab_size is smaller than the tokenizer's, {len(tokenizer)}",
+            fix="leave it out",
+            where="config",
+        )
+    # A recipe may come from elsewhere, so its config is checked like a foreign folder.
     check_settings(fields, "config")
+    # Save and reload: sentence-transformers chooses its modules when it opens a folder.
     with tempfile.TemporaryDirectory() as folder, quiet_loading():
         full_config = AutoConfig.for_model(**fields)
         AutoModel.from_config(full_config, trust_remote_code=False).save_pretrained(folder)
@@ -159,7 +180,7 @@ def new_model(
 
 
 def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
-    """The modules that encode a side in their order; of a Router, those of the side's route."""
+    """Return the modules that encode a side, in order; for a Router, those of the side's route."""
     modules: list[Any] = []
     for module in model:
         if isinstance(module, Router):
@@ -170,15 +191,15 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
 
 
 def side_prompt(model: SentenceTransformer, role: str) -> str:
-    """A side's prompt that is not empty, by its names, or the default prompt, unless that belongs
-    to a side."""
+    """Return a side's prompt, else the default prompt unless it belongs to a side, else an empty
+    one."""
     default = model.default_prompt_name or ""
     names = PROMPT_NAMES[role] if is_of_a_side(default) else (*PROMPT_NAMES[role], default)
     return next((prompt for name in names if (prompt := model.prompts.get(name))), "")
 
 
 def is_of_a_side(prompt: str | None) -> bool:
-    """Whether a prompt's name says which side it is for."""
+    """Return True if a prompt's name is that of a side."""
     return any(prompt in names for names in PROMPT_NAMES.values())
 
 
@@ -189,22 +210,35 @@ def set_up(
     lora_rank: int,
     lora_targets: str | list[str],
 ) -> None:
-    """Set the modules of a model up by the arguments of `TextEncoder`, in one pass."""
+    """Configure the modules of a model in one pass.
+
+    Args:
+        model: the model, changed in place.
+        max_length: longest input in tokens; None for the model's limit.
+        pooling: pooling mode or modes; None for the model's own.
+        lora_rank: rank of the adapters; 0 for none.
+        lora_targets: layers that get adapters, see `add_adapters`.
+    """
     if max_length is not None and max_length < MIN_LENGTH:
-        raise DualencError(f"max_length is {max_length}: give at least {MIN_LENGTH} tokens")
+        raise DualencError(f"max_length is {max_length}", fix=f"give at least {MIN_LENGTH} tokens")
     modules = list(model.modules())
     reads_layers = any(isinstance(module, WeightedLayerPooling) for module in modules)
     if pooling is not None and not any(isinstance(module, Pooling) for module in modules):
         raise DualencError(
-            f"pooling is {pooling!r}, but the model has no Pooling module; leave it out"
+            f"pooling is {pooling!r}, but the model has no Pooling module",
+            fix="leave it out",
         )
     for module in modules:
         if isinstance(module, Pooling) and pooling is not None:
             modes = [pooling] if isinstance(pooling, str) else pooling
             library_modes = ["lasttoken" if mode == "last" else mode for mode in modes]
+            # Pooling computes its output size from the modes in `__init__`.
             module.__init__(module.embedding_dimension, library_modes, module.include_prompt)  # type: ignore
         elif isinstance(module, StaticEmbedding) and lora_rank:
-            raise DualencError("LoRA needs a transformer, not a table; leave lora_rank out")
+            raise DualencError(
+                "LoRA needs a transformer, but the model is a table of token vectors",
+                fix="leave lora_rank out",
+            )
         elif isinstance(module, StaticEmbedding) and max_length is not None:
             module.tokenizer.enable_truncation(max_length)
         elif isinstance(module, Transformer):
@@ -215,35 +249,39 @@ def set_up(
 
 
 def _set_up_transformer(module: Any, max_length: int | None) -> None:
-    """Cut texts to `max_length`, or to what model and folder allow, pad behind them, and freeze
-    BERT's own pooler."""
+    """Set truncation and padding of a transformer, and freeze BERT's unused pooler."""
     positions = getattr(module.config, "max_position_embeddings", None)
     for name, part in module.model.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
-            # RoBERTa counts positions from the padding index on.
-            positions = part.num_embeddings - (
-                0 if part.padding_idx is None else part.padding_idx + 1
-            )
+            # RoBERTa numbers positions from behind the padding index.
+            first = 0 if part.padding_idx is None else part.padding_idx + 1
+            positions = part.num_embeddings - first
         elif name == "pooler":
-            part.requires_grad_(False)  # no output depends on it
+            # No output depends on it.
+            part.requires_grad_(False)
     requested = max_length or module.max_seq_length or NO_LIMIT
     limits = [limit for limit in (requested, positions) if limit and 0 < limit < NO_LIMIT]
     module.max_seq_length = min(limits, default=MAX_LENGTH)
     if module.max_seq_length < MIN_LENGTH:
-        problem = f"texts are cut to {module.max_seq_length} tokens"
-        raise DualencError(f"{problem}; set max_length to {MIN_LENGTH} or more")
+        raise DualencError(
+            f"texts are truncated to {module.max_seq_length} tokens",
+            fix=f"set max_length to {MIN_LENGTH} or more",
+        )
     if module.max_seq_length < requested < NO_LIMIT:
-        warnings.warn(f"texts are cut to {positions} tokens, the model's positions", stacklevel=4)
+        warnings.warn(
+            f"texts are truncated to {positions} tokens, the number of the model's positions",
+            stacklevel=4,
+        )
     pad_behind(module.tokenizer)
 
 
 def _make_savable(module: Any, reads_layers: bool) -> None:
-    """Leave out settings that transformers does not save, none of vectors, and save
-    do_lower_case."""
+    """Remove settings that transformers refuses to save, and keep do_lower_case."""
     config = module.config
+    # transformers refuses to save these settings. Only pooling over layers needs one of them.
     config.output_attentions = False
     config.output_hidden_states = reads_layers
-    # Of text generation, as in the config.json of older models.
+    # Older models keep generation settings in config.json, which transformers refuses to save.
     for name in config._get_generation_parameters():
         delattr(config, name)
     if module.do_lower_case:
@@ -251,7 +289,7 @@ def _make_savable(module: Any, reads_layers: bool) -> None:
 
 
 def check_vocabulary_sizes(model: SentenceTransformer, where: str) -> None:
-    """Refuse a tokenizer with a token that has no row in the table of vectors."""
+    """Raise if the tokenizer has a token without a row in the embedding table."""
     for module in model.modules():
         if isinstance(module, StaticEmbedding):
             num_rows = module.num_embeddings
@@ -264,37 +302,45 @@ def check_vocabulary_sizes(model: SentenceTransformer, where: str) -> None:
             continue
         token, number = max(module.tokenizer.get_vocab().items(), key=lambda item: item[1])
         if number >= num_rows:
-            rows = f"the model has {num_rows} vectors"
-            problem = f"the tokenizer gives {token[:40]!r} the id {number}, but {rows}"
-            raise DualencError(f"{where}: {problem}; resize its embeddings, or remove the token")
+            raise DualencError(
+                f"the tokenizer maps {token[:40]!r} to id {number}, but the model "
+                f"has {num_rows} token vectors",
+                fix="resize its embeddings, or remove the token",
+                where=where,
+            )
 
 
 def text_input(module: Any) -> Any:
-    """A picklable copy of an input module that can do nothing but `preprocess` texts."""
+    """Return a picklable copy of an input module that supports nothing but `preprocess`."""
+    # Workers get the tokenizer but not the weights. `preprocess` looks at the model's
+    # configuration, so a stand-in carries it.
     other = copy.copy(module)
     other._modules = {}
     other.__dict__["model"] = SimpleNamespace(config=getattr(module, "config", None))
+    # Flattened inputs cannot be collated. Packing comes later, after the tokens are cached.
     other.can_flatten_inputs = False
     return other
 
 
 def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> None:
-    """Write a folder for `SentenceTransformer`, with adapters merged and a last Normalize.
+    """Write a folder for `SentenceTransformer`, with adapters merged and a final Normalize.
 
     Args:
-        sides: the modules of "query" and "document", which a Router tells apart; or of one of them,
-            for all texts.
-        folder: an empty one.
+        sides: modules of "query" and "document", to be combined in a Router; or of one of them,
+            used for all texts.
+        folder: an empty folder.
         settings: prompts, default_prompt_name and truncate_dim of the model.
     """
-    # By identity: a Router stores what both sides share once.
+    # Keyed by identity, because a Router stores modules that both sides share once.
     trained = nn.ModuleList(
         dict.fromkeys(module for modules in sides.values() for module in modules)
     )
     transformers = [module for module in trained if isinstance(module, Transformer)]
     for module in transformers:
         forget_last_call(module.tokenizer)
+    # All sides in one list, so that the copies share what the originals share.
     saved: dict[int, Any] = dict(zip(map(id, trained), merge_adapters(trained).children()))
+    # Merging computes in float32; the folder keeps the precision of the base model.
     for module in transformers:
         saved[id(module)].to(module.model.dtype)
     routes = {
@@ -306,5 +352,6 @@ def save_model(sides: dict[str, list[Any]], folder: Path, **settings: Any) -> No
         device = str(next(saved[id(trained[0])].parameters()).device)
         settings |= {"modules": modules, "device": device, "similarity_fn_name": "cosine"}
         SentenceTransformer(**settings).save(str(folder), create_model_card=False)
+    # Routers exist only since sentence-transformers 5.
     if len(routes) == 1:
         write_older_layout(folder, only[0].max_seq_length)

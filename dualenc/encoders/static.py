@@ -1,5 +1,5 @@
-"""Query-document encoders without a transformer: the vector of a text is the mean of the vectors of
-its tokens."""
+"""Query-document encoders without a transformer: a text's vector is the mean of its token
+vectors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ if TYPE_CHECKING:
 
 
 class StaticEncoder(TextEncoder):
-    """Queries and documents by a table of token vectors: sentence-transformers' `StaticEmbedding`,
-    trained from here.
+    """Train static embeddings: a table of token vectors, sentence-transformers' `StaticEmbedding`.
 
-    It begins as the word embeddings of a transformer, or at random. A table that is saved already,
-    and those of model2vec, open as `TextEncoder(path)`.
+    The table starts from the word embeddings of a transformer, or at random. A saved table, or one
+    of model2vec, opens as `TextEncoder(path)`.
 
-        StaticEncoder("sentence-transformers/all-MiniLM-L6-v2")
-        StaticEncoder(tokenizer="google-bert/bert-base-uncased", dim=256)
+        model = StaticEncoder("sentence-transformers/all-MiniLM-L6-v2")
+        model = StaticEncoder(tokenizer="google-bert/bert-base-uncased", dim=256)
 
     Args:
-        words: the transformer with its tokenizer, a folder or hub name; None: at random.
-        tokenizer: of a random table: folder, hub name or tokenizer object, of the fast kind.
-        dim: size of the vectors of a random table; None: 256.
-        max_length: longest input in tokens; None: no limit.
-        query_prompt, document_prompt: put before every query, and before every document.
+        words: transformer whose word embeddings and tokenizer to use, a folder or hub name; None
+            for a random table.
+        tokenizer: fast tokenizer for a random table: folder, hub name or object.
+        dim: size of the vectors of a random table; None for 256.
+        max_length: longest input in tokens; None for no limit.
+        query_prompt: text to put before every query.
+        document_prompt: text to put before every document.
     """
 
     def __init__(
@@ -46,12 +47,12 @@ class StaticEncoder(TextEncoder):
         query_prompt: str = "",
         document_prompt: str = "",
     ) -> None:
-        # Takes seconds to import.
+        # Imported here because it takes seconds.
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
 
         if dim is not None and dim < 1:
-            raise DualencError(f"dim is {dim}; give at least 1")
+            raise DualencError(f"dim is {dim}", fix="give at least 1")
         if words is not None and tokenizer is None and dim is None:
             own, table = _read_words(words)
         elif tokenizer is not None and words is None:
@@ -59,11 +60,12 @@ class StaticEncoder(TextEncoder):
             table = torch.randn(len(own), dim or 256)
         else:
             raise DualencError(
-                "give either words, or the tokenizer of a random table, whose size is dim"
+                "a static encoder needs either words or a tokenizer",
+                fix="give words alone, or tokenizer and dim for a random table",
             )
-        with explain("the tokenizer cannot make a static encoder", "take a fast one"):
+        with explain("the tokenizer does not fit a static encoder", "use a fast one"):
             static = StaticEmbedding(cast(Any, own), embedding_weights=table)
-        # Of the transformer, whose positions are limited.
+        # The tokenizer truncates to the transformer's positions, which a table does not have.
         static.tokenizer.no_truncation()
         model = SentenceTransformer(modules=[static, Normalize()], device="cpu")
         super().__init__(
@@ -74,16 +76,22 @@ class StaticEncoder(TextEncoder):
 
 
 def _read_words(name: str) -> tuple[PreTrainedTokenizerBase, Tensor]:
-    """The tokenizer of a transformer, and its word embeddings (V, D)."""
+    """Return the tokenizer of a transformer, and its word embeddings (V, D)."""
     from dualenc.encoders.sentence_model import open_model, side_modules
 
     module = side_modules(open_model(model_folder(name), torch.float32), "query")[0]
     if not hasattr(module, "model"):
-        raise DualencError(f"words is {name}, which has no transformer; open it as a TextEncoder")
+        raise DualencError(
+            f"words is {name}, which does not contain a transformer",
+            fix="open it as a TextEncoder",
+        )
     embeddings: Any = module.model.get_input_embeddings()
     tokenizer = load_tokenizer(module.tokenizer)
     if len(tokenizer) > len(embeddings.weight):
         raise DualencError(
-            f"{name}: has {len(tokenizer)} tokens, but {len(embeddings.weight)} vectors"
+            f"the tokenizer has {len(tokenizer)} tokens, but the model has "
+            f"{len(embeddings.weight)} vectors",
+            fix="choose another model",
+            where=name,
         )
     return tokenizer, embeddings.weight.detach().float()

@@ -1,4 +1,4 @@
-"""Query-document encoders on sentence-transformers: towers, and how texts become token ids."""
+"""Query-document encoders on sentence-transformers: towers, and tokenization."""
 
 from __future__ import annotations
 
@@ -29,33 +29,40 @@ if TYPE_CHECKING:
 
 WeightType = Literal["float32", "bfloat16"]
 ROLES = ("query", "document")
-"""Names of the two sides in folders and prompts, left first."""
+"""Names of the two sides in folders and prompts, left side first."""
 
 
 class TextEncoder(DualEncoder):
-    """Queries and documents through a `SentenceTransformer`: shared weights, or one set per side.
+    """Encode queries and documents with a `SentenceTransformer`, with shared or separate weights.
+
+    Saved folders open with `SentenceTransformer(folder)`.
+
+        model = TextEncoder("sentence-transformers/all-MiniLM-L6-v2", query_prompt="query: ")
+        scores = model.encode_query(["who?"]) @ model.encode_document(["me", "you"]).T
 
     Args:
         name: base model: a sentence-transformers or transformers folder, a hub name, or the model
-            itself. None: from scratch.
-        config: from scratch only: a transformers configuration as a dict with `model_type`.
-        tokenizer: from scratch only: folder, hub name or object.
-        pooling: "mean", "cls", "last" or another mode of sentence-transformers, or several; None:
-            the base model's, otherwise "last" for language models and "mean" for others.
-        query_prompt: put before every query; None: the base model's, otherwise nothing.
-        document_prompt: put before every document; likewise.
-        truncate_dim: use only so many of the first components of the vectors; None: as the base
-            model, otherwise all.
-        max_length: longest input in tokens; None: the base model's, otherwise all its positions.
-        shared: one transformer for both sides, or two; None: as the base model, otherwise one.
-        lora_rank: train adapters of this rank instead of the transformer's own weights; 0 trains
-            the weights.
-        lora_targets: "all-linear", a list of endings of the names of layers, or a regular
-            expression of whole names.
+            object. None trains from scratch.
+        config: transformers configuration with `model_type`, only to train from scratch.
+        tokenizer: folder, hub name or object of a tokenizer, only to train from scratch.
+        pooling: "mean", "cls", "last" or another mode of sentence-transformers, or several; None
+            for the base model's, else "last" for language models and "mean" for others.
+        query_prompt: text to put before every query; None for the base model's prompt, if any.
+        document_prompt: text to put before every document; None for the base model's prompt, if
+            any.
+        truncate_dim: keep only this number of leading components; None for the base model's
+            setting.
+        max_length: longest input in tokens; None for the base model's limit, else all its
+            positions.
+        shared: share one transformer between both sides; None for the base model's layout, else
+            True.
+        lora_rank: rank of the adapters to train; 0 trains the transformer's own weights.
+        lora_targets: "all-linear", a list of suffixes of layer names, or a regular expression that
+            matches whole names.
         gradient_checkpointing: recompute activations in the backward pass instead of storing them.
-        dtype: of the weights that adapters leave as they are; adapters are always in float32.
-            "bfloat16" halves the memory of a large language model, and needs adapters: small
-            updates would round to nothing.
+        dtype: precision of the frozen weights under adapters, which are always float32. "bfloat16"
+            halves the memory of a large language model, and requires adapters: small updates of
+            bfloat16 weights would round to nothing.
     """
 
     left: TextTower
@@ -78,12 +85,16 @@ class TextEncoder(DualEncoder):
         gradient_checkpointing: bool = False,
         dtype: WeightType = "float32",
     ) -> None:
-        from dualenc.encoders import sentence_model  # takes seconds
+        # Imported here because sentence-transformers takes seconds.
+        from dualenc.encoders import sentence_model
 
         if dtype not in get_args(WeightType) or (dtype != "float32" and not lora_rank):
-            raise DualencError(f"dtype is {dtype!r}: choose float32, or bfloat16 with lora_rank")
+            raise DualencError(
+                f"dtype is {dtype!r}",
+                fix="choose float32, or bfloat16 with lora_rank",
+            )
         towers = []
-        with explain("no encoder of texts", "correct its arguments, or choose another model"):
+        with explain("the text encoder fails", "correct its arguments, or choose another model"):
             models = sentence_model.open_sides(
                 name, config, tokenizer, shared, getattr(torch, dtype)
             )
@@ -100,27 +111,34 @@ class TextEncoder(DualEncoder):
                 towers.append(TextTower(parts, TextPrepare(parts, own_prompt, role), dim))
         super().__init__(towers[0], towers[1], kind="query-document")
         if self.shares_weights and self.left.parts != self.right.parts:
-            raise DualencError("the sides share weights, but not modules; leave the Router out")
+            raise DualencError(
+                "the sides share all weights but differ in their modules",
+                fix="save the model without a Router",
+            )
         self.prompts = dict(models[0].prompts)
         self.default_prompt = models[0].default_prompt_name
         if isinstance(name, str):
             self.base = base_metadata(name)
 
     def name_prompts(self, prompts: Mapping[str, tuple[str, str]]) -> None:
-        """Have saved folders know `NAME_query` and `NAME_document`, the prompts of a source behind
-        the model's own."""
+        """Add the prompts of data sources to saved folders, as `NAME_query` and `NAME_document`.
+
+        Args:
+            prompts: prompts of queries and documents by name of the source, appended to the model's
+                own.
+        """
         for name, pair in prompts.items():
             for role, tower, prompt in zip(ROLES, (self.left, self.right), pair):
                 self.prompts[f"{name}_{role}"] = tower.prepare.prompt + prompt
 
     def with_towers(self, left: TextTower, right: TextTower) -> TextEncoder:
-        """A model of two other towers, with the prompts and the card's facts of this one."""
+        """Return a model of two other towers, with the prompts and card facts of this one."""
         model = copy.copy(self)
         DualEncoder.__init__(model, left, right, kind=self.kind)
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a sentence-transformers folder, with a Router where the sides have different
+        """Write a sentence-transformers folder, with a Router if the sides have different
         weights."""
         from dualenc.encoders.sentence_model import PROMPT_NAMES, is_of_a_side, save_model
 
@@ -128,7 +146,8 @@ class TextEncoder(DualEncoder):
         if self.shares_weights:
             del sides["document"]
         own = {"query": self.left.prepare.prompt, "document": self.right.prepare.prompt}
-        # A side without a prompt would get one of another name when the folder is loaded.
+        # A side without a prompt would otherwise get one of a related name ("passage" for a
+        # document) when the folder is loaded.
         empty = {
             name: ""
             for role in ROLES
@@ -136,23 +155,28 @@ class TextEncoder(DualEncoder):
             if name in self.prompts and not own[role]
         }
         settings: dict[str, Any] = {"truncate_dim": self.left.truncate_dim}
-        # Likewise the default one.
+        # The default prompt would likewise apply to a side without one.
         if all(own.values()) or is_of_a_side(self.default_prompt):
             settings["default_prompt_name"] = self.default_prompt
         save_model(sides, folder, prompts=self.prompts | empty | own, **settings)
 
 
 class TextPrepare(Prepare):
-    """Add the side's prompt, tokenize, truncate to `max_length` tokens, pad behind to the longest
-    of the batch.
+    """Add the side's prompt, tokenize, truncate and pad texts.
+
+    Texts are truncated to `max_length` tokens and padded on the right to the longest of the batch.
+
+        prepare = TextEncoder("sentence-transformers/all-MiniLM-L6-v2").left.prepare
+        prepare(["a short text", "another one"])["input_ids"]
 
     Args:
-        parts: the modules of a tower, of which the first makes the tokens.
-        prompt: put before every text.
+        parts: modules of a tower; the first one tokenizes.
+        prompt: text to put before every text.
         role: "query" or "document", on which a module may depend.
 
     Attributes:
-        prompt_length: number of first tokens that are not pooled; None: all are.
+        token_cache: cache set by the trainer, or None.
+        prompt_length: number of leading tokens excluded from pooling; None if all are pooled.
     """
 
     modality = "text"
@@ -164,6 +188,7 @@ class TextPrepare(Prepare):
         self.prompt = prompt
         self.max_length = module.max_seq_length
         self.token_cache: TokenCache | None = None
+        # Only inputs that the model's forward accepts are kept and cached.
         accepted = getattr(module, "model_forward_params", None)
         self._padding = {"input_ids": getattr(module.tokenizer, "pad_token_id", None) or 0}
         if accepted is None or "token_type_ids" in accepted:
@@ -174,7 +199,12 @@ class TextPrepare(Prepare):
         self.prompt_length: int | None = None if pools_prompt else prompt_length
 
     def __call__(self, items: Sequence[str], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate B texts, see `Prepare.__call__`."""
+        """Tokenize B texts to tensors (B, T) int64.
+
+        Args:
+            items: B texts.
+            seeds: ignored, since texts are not augmented.
+        """
         check_items(items, "text")
         texts = list(items)
         cache = self.token_cache
@@ -188,16 +218,22 @@ class TextPrepare(Prepare):
         return inputs
 
     def cache_tokens(self) -> None:
-        """Tokenize each text once only, for training."""
+        """Tokenize each text only once from here on, for training."""
         self.token_cache = self.token_cache or TokenCache()
 
     def may_be_empty(self) -> bool:
-        """Whether a text may have no tokens, as in static models, and so a zero vector."""
+        """Return True if a text may yield zero tokens and so a zero vector, as in static models."""
         return "offsets" in self._preprocess([""])
 
     def join(self, parts: Sequence[Inputs]) -> Inputs | None:
-        """Several batches of texts as one, padded to the longest; None where pooling leaves out the
-        side's prompt."""
+        """Concatenate batches of texts, padded to the longest.
+
+        Args:
+            parts: prepared batches.
+
+        Returns:
+            The joint batch; None if pooling excludes the side's prompt.
+        """
         if self.prompt_length is not None:
             return None
         names = parts[0] if parts else ()
@@ -206,19 +242,21 @@ class TextPrepare(Prepare):
         }
 
     def _stack(self, name: str, rows: list[Tensor]) -> Tensor:
-        """Rows of tokens (T,) as (n, longest T) int64, padded behind."""
+        """Stack rows of tokens (T,) as (n, longest T) int64, padded on the right."""
         return pad_sequence(rows, batch_first=True, padding_value=self._padding.get(name, 0)).long()
 
     def _tokenize(self, texts: list[str]) -> list[Tokens]:
+        """Tokenize texts to unpadded rows."""
         if torch.utils.data.get_worker_info() is not None:
-            # Workers are parallel already; this also spares tokenizers' warning about forked
-            # threads.
+            # DataLoader workers already run in parallel, and a fork after use of the tokenizer's
+            # threads would log a warning.
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
         with explain("the tokenizer fails on a text", "restore tokenizer.json"):
             features = self._preprocess(texts)
         names = [name for name in self._padding if name in features]
         arrays = {name: features[name].numpy().astype(np.int32) for name in names}
-        if "offsets" in features:  # the texts of a StaticEmbedding are in one row
+        # StaticEmbedding concatenates all texts into one row.
+        if "offsets" in features:
             return [
                 {"input_ids": row} for row in np.split(arrays["input_ids"], features["offsets"][1:])
             ]
@@ -227,14 +265,15 @@ class TextPrepare(Prepare):
 
 
 class TextTower(Tower):
-    """The modules of a sentence-transformers model for one side; their vectors are cut and
-    normalised.
+    """Run the modules of a sentence-transformers model for one side, then truncate and normalize.
+
+    `TextEncoder` builds it, and `TextEncoder(name).left` is one.
 
     Args:
-        parts: a Transformer or StaticEmbedding, then Pooling, Dense and others. A last Normalize is
-            left out, since the tower itself normalises.
-        prepare: makes token ids for the first of them.
-        truncate_dim: use only so many of the first components of the vectors; None: all.
+        parts: a Transformer or StaticEmbedding, then Pooling, Dense and others. A final Normalize
+            is dropped, since the tower itself normalizes.
+        prepare: tokenization for the first module.
+        truncate_dim: keep only this number of leading components; None for all.
     """
 
     modality = "text"
@@ -254,21 +293,25 @@ class TextTower(Tower):
         for part in (self.backbone, self.head):
             convert_dropout(part)
         self.truncate_dim = truncate_dim
+        # The last module decides the size; encode a text to learn it.
         with torch.no_grad():
             dim = self.eval()._embed(prepare(["a"])).shape[1]
         if truncate_dim is not None and not 1 <= truncate_dim <= dim:
-            raise DualencError(f"truncate_dim is {truncate_dim}: give 1 to {dim}, the model's size")
+            raise DualencError(
+                f"truncate_dim is {truncate_dim}",
+                fix=f"give 1 to {dim}, the model's size",
+            )
         self.dim = self.feature_dim = truncate_dim or dim
 
     def forward(self, inputs: Inputs) -> Tensor:
-        """Encode B tokenized texts, each (B, T), or what `pack` made of them, to (B, D) unit-norm
-        float32."""
+        """Encode B tokenized texts (B, T), packed or not, to (B, D) unit-norm float32."""
         return unit_norm(self._embed(inputs)[:, : self.dim])
 
     def _embed(self, inputs: Inputs) -> Tensor:
-        """The vectors (B, D) of the last module."""
+        """Return the vectors (B, D) of the last module."""
         mask = inputs["attention_mask"]
         features: dict[str, Any]
+        # EmbeddingBag takes the concatenated tokens, and the offset of each text.
         if self.is_static:
             lengths = mask.sum(dim=1)
             ids = inputs["input_ids"][mask.bool()]
@@ -280,6 +323,7 @@ class TextTower(Tower):
             }
         else:
             features = self.parts[0](dict(inputs))
+        # Sums over many tokens lose precision in 16 bits, so pool in float32.
         for name in ("token_embeddings", "sentence_embedding"):
             if name in features and features[name].dtype in (torch.bfloat16, torch.float16):
                 features[name] = features[name].float()
@@ -289,11 +333,16 @@ class TextTower(Tower):
         return vectors
 
     def pack(self, inputs: Inputs, one_by_one: bool = False) -> Inputs:
-        """Several texts in a row, where the transformer takes them so."""
+        """Pack several texts into a row, if the transformer supports that.
+
+        Args:
+            inputs: tokenized texts on the CPU.
+            one_by_one: the tower runs uncompiled on a CPU, where a loop over texts is cheap.
+        """
         first = None if self.is_static else first_position(self.backbone.config)
         if first is None:
             return inputs
-        # Gradient checkpointing repeats layers, by then with the usual attention.
+        # Gradient checkpointing recomputes layers after `one_by_one_attention` has ended.
         repeats = any(
             getattr(layer, "gradient_checkpointing", False) for layer in self.backbone.modules()
         )

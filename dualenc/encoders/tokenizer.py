@@ -32,10 +32,10 @@ SPECIAL_TOKENS = {
 }
 
 MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
-"""Tokens of a vocabulary without a single merge: the special ones and all bytes."""
+"""Size of a vocabulary without merges: the special tokens and all bytes."""
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
-"""One of these is in every folder that has a tokenizer."""
+"""Every folder with a tokenizer has one of these."""
 
 Tokens = dict[str, np.ndarray]
 """The tokens of one text: "input_ids" and others, (T,) int32 each."""
@@ -43,7 +43,16 @@ MAX_CACHED_TOKENS = 2**24
 
 
 class TokenCache:
-    """Tokens of texts that were tokenized before, up to `max_tokens` of 4 bytes each."""
+    """Cache the tokens of texts, which training meets again in each epoch.
+
+    The cache stops growing at `max_tokens`, of 4 bytes each.
+
+        tokenize = lambda texts: [{"input_ids": np.arange(len(text))} for text in texts]
+        tokens = TokenCache().tokenize(["one", "two", "one"], tokenize)
+
+    Args:
+        max_tokens: maximum number of cached tokens.
+    """
 
     def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
         self.tokens_left = max_tokens
@@ -52,8 +61,13 @@ class TokenCache:
     def tokenize(
         self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]
     ) -> list[Tokens]:
-        """The tokens of each text, those of new texts by `tokenize`."""
-        # Texts would take more memory than their digests and tokens.
+        """Return the tokens of each text; only new texts are tokenized.
+
+        Args:
+            texts: texts, which may repeat.
+            tokenize: function from a list of texts to their tokens.
+        """
+        # Digests as keys, because texts take more memory than their tokens.
         keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
         new = {key: text for key, text in zip(keys, texts) if key not in self._tokens}
         made = dict(zip(new, tokenize(list(new.values())))) if new else {}
@@ -68,33 +82,34 @@ class TokenCache:
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, max_length: int = 512, min_frequency: int = 2
 ) -> PreTrainedTokenizerBase:
-    """Train a lower-casing tokenizer by byte-level BPE (Sennrich et al. 2016, arXiv 1508.07909;
-    Radford et al. 2019).
+    """Train a lower-casing tokenizer by byte-level BPE.
 
-    A word has the same tokens behind a space and behind a dot, accents stay, and no text has
-    unknown tokens.
+    BPE is by Sennrich et al. 2016 (arXiv:1508.07909), on bytes by Radford et al. 2019. A word has
+    the same tokens behind a space and behind punctuation, accents are kept, and no text has unknown
+    tokens.
 
     Args:
-        texts: read once; equal texts in equal order give an equal tokenizer.
-        vocab_size: largest number of tokens, the special ones and the 256 bytes included.
+        texts: training texts, read once; equal texts in equal order give an equal tokenizer.
+        vocab_size: maximum number of tokens, including the special ones and the 256 bytes.
         max_length: longest input in tokens that the tokenizer recommends.
-        min_frequency: how often a pair of tokens must occur to be merged.
+        min_frequency: minimum number of occurrences of a pair of tokens to be merged.
     """
     from transformers import PreTrainedTokenizerFast
 
     check_several("texts", texts)
     if vocab_size < MIN_VOCABULARY:
         raise DualencError(
-            f"vocab_size is {vocab_size}: give {MIN_VOCABULARY} or more, for all bytes"
+            f"vocab_size is {vocab_size}",
+            fix=f"give {MIN_VOCABULARY} or more, for all bytes",
         )
     remaining = iter(texts)
     first = next((text for text in remaining if text.strip()), None)
     if first is None:
-        raise DualencError("the texts to train a tokenizer on are empty: give some text")
+        raise DualencError("the texts to train a tokenizer on are empty", fix="give some text")
     bpe = ByteLevelBPETokenizer()
-    # Accents stay: without its marks a word of Thai, Hindi or Japanese is another.
+    # Keep accents: without its marks, a Thai, Hindi or Japanese word becomes a different word.
     bpe.normalizer = Normalizers([NFC(), BertNormalizer(lowercase=True, strip_accents=False)])
-    # The space that ByteLevel puts before every word marks the tokens that begin one.
+    # ByteLevel puts a space before every word, so the first token of a word differs from others.
     words = [BertPreTokenizer(), ByteLevel(add_prefix_space=True, use_regex=False)]
     bpe.pre_tokenizer = Sequence(words)
     bpe.train_from_iterator(
@@ -115,7 +130,11 @@ def train_tokenizer(
 def load_tokenizer(
     source: str | os.PathLike[str] | PreTrainedTokenizerBase,
 ) -> PreTrainedTokenizerBase:
-    """A tokenizer of our own, from a folder, hub name or object, that pads behind texts."""
+    """Load a tokenizer from a folder or the hub, or copy one; it pads on the right.
+
+    Args:
+        source: folder, hub name or tokenizer object.
+    """
     tokenizer: PreTrainedTokenizerBase
     if isinstance(source, (str, os.PathLike)):
         from transformers import AutoTokenizer
@@ -123,7 +142,7 @@ def load_tokenizer(
         if os.path.isdir(source):
             check_vocabulary(Path(source))
         with explain(
-            f"{source}: no tokenizer loads from there", "give a folder that has tokenizer.json"
+            f"{source}: does not contain a tokenizer", "give a folder with a tokenizer.json"
         ):
             tokenizer = AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
     else:
@@ -133,28 +152,30 @@ def load_tokenizer(
 
 
 def pad_behind(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Have a tokenizer pad behind texts, where padding moves no positions, by its end token if it
-    has no other."""
+    """Make a tokenizer pad on the right, with its end token if it lacks a padding token."""
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.pad_token is None:
         raise DualencError(
-            f"tokenizer {tokenizer.name_or_path} has no padding token: set its pad_token"
+            f"the tokenizer {tokenizer.name_or_path} lacks a padding token",
+            fix="set its pad_token",
         )
-    # Some classes default to the left, unless a saved folder says otherwise.
+    # Padding on the right does not move positions. Some classes default to the left unless a
+    # saved folder states the side, hence the entry in `init_kwargs`.
     tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
 
 
 def check_vocabulary(folder: Path) -> None:
-    """Refuse a folder without a vocabulary, of which transformers would make an empty tokenizer."""
+    """Raise if a folder lacks a vocabulary; transformers would create an empty tokenizer."""
     if not any(any(folder.glob(name)) for name in VOCABULARY_FILES):
         raise DualencError(
-            f"{folder}: no tokenizer loads from there; give a folder that has tokenizer.json"
+            "does not contain a tokenizer",
+            fix="give a folder with a tokenizer.json",
+            where=folder,
         )
 
 
 def forget_last_call(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Remove the padding and truncation that a tokenizer's last call left in it, before it is
-    saved."""
+    """Clear padding and truncation that the last call left in a tokenizer, before saving it."""
     if tokenizer.is_fast:
         tokenizer.backend_tokenizer.no_padding()
         tokenizer.backend_tokenizer.no_truncation()

@@ -1,4 +1,4 @@
-"""Adapters: towers over vectors that another model made, with their folder."""
+"""Adapters: towers over vectors that another model made, and their model folder."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ from dualenc.types import Inputs
 
 WEIGHTS_FILE = "model.safetensors"
 MAX_DIM = 1 << 20
-"""Larger sizes of layers are mistakes."""
+"""Larger layer sizes are taken for mistakes."""
 
 TowerKind = Literal["linear", "mlp", "identity", "dense"]
 
 
 class VectorEncoder(DualEncoder):
-    """Adapters over vectors, such as those of an API or of a large model that stays as it is.
+    """Train adapters over vectors, such as those of an API or of a large frozen model.
 
-    Each tower scales its vectors to length one, maps them, and scales the result to length one.
-    Where input and output have the same size, an untrained model gives the similarities of the
-    vectors as they came.
+    Each tower scales its vectors to length one, maps them, and scales the result to length one. If
+    input and output have the same size, an untrained model leaves all similarities unchanged.
+
+        model = VectorEncoder(384, tower="dense", right_tower="identity")
+        queries = model.encode(list(np.random.randn(3, 384)))
 
     Args:
-        input_dim: size of the left vectors; recipes fill it in.
-        tower: "linear": a matrix and a bias; "mlp": the same vectors plus a perceptron of one
-            hidden layer on them (a matrix instead where the sizes differ); "dense": likewise,
-            without a LayerNorm before the perceptron, so that sentence-transformers has modules for
-            it; "identity": the vectors as they are.
-        dim: D, size of the embeddings; by default that of the right vectors.
-        hidden: width of the perceptron; by default twice the size of the larger input.
-        right_tower: kind of the right tower; by default as the left one. With "identity" only
-            queries are adapted, and an index of the documents stays valid.
-        right_input_dim: size of the right vectors; by default that of the left ones; recipes fill
-            it in.
-        shared: whether both towers are the same weights; by default where both are of one kind and
-            size.
+        input_dim: size of the left vectors; filled in by recipes.
+        tower: kind of the left tower. "linear": a matrix and a bias. "mlp": a residual perceptron
+            with one hidden layer and a LayerNorm before it. "dense": the same without LayerNorm, so
+            that sentence-transformers has modules for it. "identity": no change. If the sizes
+            differ, the skip connection of "mlp" and "dense" is a matrix.
+        dim: D, size of the embeddings; None for the size of the right vectors.
+        hidden: width of the perceptron; None for twice the larger input size.
+        right_tower: kind of the right tower; None for that of the left one. With "identity" only
+            queries are adapted, and an existing index of the documents stays valid.
+        right_input_dim: size of the right vectors; None for that of the left ones; filled in by
+            recipes.
+        shared: use the same weights on both sides; None if both towers have the same kind and size.
     """
 
     left: VectorTower
@@ -63,17 +64,20 @@ class VectorEncoder(DualEncoder):
         right_input_dim: int | None = None,
         shared: bool | None = None,
     ) -> None:
-        if input_dim is None:  # what recipes fill in of texts and images
+        # Recipes fill in the size of the data's vectors, None for texts and images.
+        if input_dim is None:
             raise DualencError(
-                "the data holds no vectors to adapt; give embeddings, or choose another model"
+                "the data does not consist of vectors",
+                fix="give embeddings, or choose another model",
             )
         right_tower = right_tower or tower
         right_input_dim = input_dim if right_input_dim is None else right_input_dim
         alike = (tower, input_dim) == (right_tower, right_input_dim)
         if shared and not alike:
             raise DualencError(
-                f"shared towers, but left is {tower} of {input_dim} and right {right_tower} of {right_input_dim}; "
-                "leave shared out, or make them alike"
+                f"shared towers must be alike, but the left one is {tower} of size {input_dim} "
+                f"and the right one {right_tower} of size {right_input_dim}",
+                fix="leave shared out, or give both the same kind and size",
             )
         dim = right_input_dim if dim is None else dim
         hidden = 2 * max(input_dim, right_input_dim) if hidden is None else hidden
@@ -92,7 +96,7 @@ class VectorEncoder(DualEncoder):
         config = read_json_object(folder / DUALENC_FILE, expected)
         left = config["left"]
         right = config["right"] or left
-        with explain(f"{folder}: cannot be loaded", "save the model again"):
+        with explain(f"{folder}: does not load", "save the model again"):
             model = cls(
                 left["input_dim"],
                 tower=left["tower"],
@@ -114,7 +118,14 @@ class VectorEncoder(DualEncoder):
 def write_adapters(
     left: VectorTower, right: VectorTower | None, weights: dict[str, Tensor], folder: Path
 ) -> None:
-    """Write a folder for `VectorEncoder.from_folder`; a right tower of None is the left one."""
+    """Write a folder for `VectorEncoder.from_folder`.
+
+    Args:
+        left: left tower.
+        right: right tower; None if it is the left one.
+        weights: state dict of the model.
+        folder: an empty folder.
+    """
     right_config = None if right is None else right.config
     config = {"kind": "vector", "dim": left.dim, "left": left.config, "right": right_config}
     write_json(folder / DUALENC_FILE, config)
@@ -122,8 +133,17 @@ def write_adapters(
 
 
 class VectorTower(Tower):
-    """Vectors (B, input_dim) of any length to (B, D) unit-norm float32; `hidden` is the width of
-    "mlp" and "dense"."""
+    """Map vectors (B, input_dim) of any length to (B, D) unit-norm float32.
+
+        tower = VectorTower("linear", input_dim=384, dim=128, hidden=None)
+        vectors = tower(tower.prepare(list(np.random.randn(3, 384))))
+
+    Args:
+        kind: kind of map, see `VectorEncoder`.
+        input_dim: size of the input vectors.
+        dim: D, size of the output vectors.
+        hidden: width of the perceptron of "mlp" and "dense"; ignored for others.
+    """
 
     modality = "vector"
 
@@ -132,12 +152,19 @@ class VectorTower(Tower):
         hidden = hidden if kind in ("mlp", "dense") else None
         for name, size in (("input_dim", input_dim), ("dim", dim), ("hidden", hidden)):
             if size is not None and (not isinstance(size, int) or not 1 <= size <= MAX_DIM):
-                raise DualencError(f"{name} is {size!r}; give a whole number from 1 to {MAX_DIM:,}")
+                raise DualencError(
+                    f"{name} is {size!r}",
+                    fix=f"give a whole number from 1 to {MAX_DIM:,}",
+                )
         if kind not in get_args(TowerKind):
-            raise DualencError(f"tower is {kind!r}; choose one of {', '.join(get_args(TowerKind))}")
+            raise DualencError(
+                f"tower is {kind!r}",
+                fix=f"choose one of {', '.join(get_args(TowerKind))}",
+            )
         if kind == "identity" and input_dim != dim:
             raise DualencError(
-                f"an identity leaves vectors of {input_dim} as they are; dim cannot be {dim}"
+                f"an identity cannot map vectors of size {input_dim} to size {dim}",
+                fix="leave dim out, or choose another tower",
             )
         self.config = {"tower": kind, "input_dim": input_dim, "hidden": hidden}
         self.dim = self.feature_dim = dim
@@ -147,7 +174,8 @@ class VectorTower(Tower):
             self.map = _near_identity(input_dim, dim, bias=True)
         elif hidden is not None:
             self.map = Residual(input_dim, hidden, dim, normed=kind == "mlp")
-        # An identity has no weight that would tell which device to work on.
+        # The empty buffer records the device of an identity, which lacks weights. A non-persistent one
+        # is not part of the checksum.
         self.register_buffer("place", torch.empty(0), persistent=False)
 
     def forward(self, inputs: Inputs) -> Tensor:
@@ -155,11 +183,12 @@ class VectorTower(Tower):
         return unit_norm(self.map(unit_norm(inputs["vector"])))
 
     def as_modules(self) -> list[nn.Module]:
-        """The map as modules of sentence-transformers: sentence embeddings (B, input_dim) to unit
-        vectors (B, D).
+        """Return the map as modules of sentence-transformers, with copies of the weights.
 
-        The weights are copies. Raises `DualencError` for "mlp", whose LayerNorm has no place among
-        them.
+        They turn sentence embeddings (B, input_dim) into unit vectors (B, D).
+
+        Raises:
+            DualencError: the kind is "mlp"; sentence-transformers lacks a module for its LayerNorm.
         """
         from sentence_transformers.sentence_transformer.modules import Normalize
 
@@ -172,10 +201,18 @@ class VectorTower(Tower):
 
 
 class Residual(nn.Module):
-    """x ↦ √d·Sx + W₂ gelu(W₁ norm(x)); S is the identity, or a matrix where the sizes differ; W₂
-    begins at zero.
+    """Residual perceptron x ↦ √d·Sx + W₂ gelu(W₁ norm(x)), where W₂ starts at zero.
 
-    norm is a LayerNorm if `normed`, otherwise √d·x.
+    S is the identity, or a matrix if the sizes differ. √d gives unit vectors the scale that
+    LayerNorm outputs have, so that both terms are comparable.
+
+        outputs = Residual(384, 768, 384, normed=True)(torch.randn(2, 384))
+
+    Args:
+        input_dim: d, size of the input.
+        hidden: width of the hidden layer.
+        dim: size of the output.
+        normed: use a LayerNorm for norm(x); if False, norm(x) = √d·x.
     """
 
     def __init__(self, input_dim: int, hidden: int, dim: int, normed: bool) -> None:
@@ -187,6 +224,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(input_dim) if normed else None
         self.up = nn.Linear(input_dim, hidden)
         self.down = nn.Linear(hidden, dim)
+        # Training starts from the similarities of the vectors as they came.
         nn.init.zeros_(self.down.weight)
         nn.init.zeros_(self.down.bias)
 
@@ -197,15 +235,19 @@ class Residual(nn.Module):
         return self.scale * self.skip(vectors) + change
 
     def as_dense(self) -> list[nn.Module]:
-        """Two Dense modules: gelu(z) − gelu(−z) = z, so the skip connection is 2·D more hidden
-        units."""
+        """Return two equivalent Dense modules.
+
+        The skip connection becomes 2·D more hidden units, because gelu(z) − gelu(−z) = z.
+        """
         if self.norm is not None:
             raise DualencError(
-                "a tower of kind mlp cannot be written as sentence-transformers modules; train one of kind dense"
+                "a tower of kind mlp cannot be written as sentence-transformers modules",
+                fix="train one of kind dense",
             )
         device = self.down.weight.device
         identity = torch.eye(self.down.out_features, device=device)
         skip = self.skip.weight if isinstance(self.skip, nn.Linear) else identity
+        # Rows [W₁; S; -S] and columns [W₂, I, -I], scaled by √d like the input of `forward`.
         zeros = torch.zeros(2 * self.down.out_features, device=device)
         up = self.scale * torch.cat([self.up.weight, skip, -skip])
         down = torch.cat([self.down.weight, identity, -identity], dim=1)
@@ -216,7 +258,7 @@ class Residual(nn.Module):
 
 
 def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
-    """A Dense module of sentence-transformers with copies of a weight (D, input_dim) and a bias
+    """Return a Dense module of sentence-transformers with copies of weight (D, input_dim) and bias
     (D,)."""
     from sentence_transformers.sentence_transformer.modules import Dense
 
@@ -231,8 +273,7 @@ def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
 
 
 def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:
-    """A linear map that begins as the identity; between different sizes, with orthonormal rows or
-    columns."""
+    """Return a linear map initialized to the identity, or orthonormal if the sizes differ."""
     linear = nn.Linear(input_dim, dim, bias=bias)
     if input_dim == dim:
         nn.init.eye_(linear.weight)
@@ -244,7 +285,13 @@ def _near_identity(input_dim: int, dim: int, bias: bool) -> nn.Linear:
 
 
 class VectorPrepare(Prepare):
-    """Stack vectors (input_dim,) to {"vector": (B, input_dim) float32}; seeds change nothing."""
+    """Stack vectors (input_dim,) to {"vector": (B, input_dim) float32}; nothing is random.
+
+        VectorPrepare(2)([np.array([1.0, 0.0]), np.array([0.0, 1.0])])["vector"]  # (2, 2)
+
+    Args:
+        input_dim: required size of the vectors.
+    """
 
     modality = "vector"
 
@@ -252,16 +299,23 @@ class VectorPrepare(Prepare):
         self.input_dim = input_dim
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        """Collate B vectors, see `Prepare.__call__`."""
+        """Collate B vectors.
+
+        Args:
+            items: B arrays (input_dim,).
+            seeds: ignored, since vectors are not augmented.
+        """
         for item in items:
             shape = getattr(item, "shape", None)
             if shape is None or len(shape) != 1:
                 raise DualencError(
-                    f"{str(item)[:40]!r} is no vector; give arrays ({self.input_dim},)"
+                    f"{str(item)[:40]!r} is not a vector",
+                    fix=f"give arrays ({self.input_dim},)",
                 )
             if shape != (self.input_dim,):
                 raise DualencError(
-                    f"a vector has dimension {shape[0]}, but this side of the model takes {self.input_dim}; embed "
-                    "the data with the model that made the training vectors"
+                    f"a vector has dimension {shape[0]}, but this side of the model "
+                    f"takes {self.input_dim}",
+                    fix="embed the data with the model that made the training vectors",
                 )
         return {"vector": torch.from_numpy(np.stack(items).astype(np.float32, copy=False))}

@@ -48,12 +48,12 @@ def test_sides() -> None:
     assert torch.equal(model("right", x), right(x))
     assert torch.equal(model("left", x), left(x))
     assert not model.training
-    with pytest.raises(DualencError, match="side is 'middle': choose 'left' or 'right'"):
+    with pytest.raises(DualencError, match="side is 'middle'; choose 'left' or 'right'"):
         model.tower("middle")  # type: ignore[arg-type]
 
 
 def test_dimensions_must_agree() -> None:
-    with pytest.raises(DualencError, match="dimension 2, right tower 4"):
+    with pytest.raises(DualencError, match="dimension 2, the right tower 4"):
         DualEncoder(Linear(nn.Linear(3, 2)), Linear(nn.Linear(3, 4)), "query-document")
 
 
@@ -106,7 +106,7 @@ def test_what_is_no_item_is_named_with_its_place(model: TextEncoder, clip: dict[
         ),
     ):
         for bad in (None, math.nan, 3, True, b"a", ["a", ["b"]], {"text": "a"}, *others):
-            with pytest.raises(BadSample, match=r"^item 1 is .*, where an? .* is needed"):
+            with pytest.raises(BadSample, match=r"^item 1 is .*, but an? .* is required"):
                 encode([valid, bad])
         for items in (None, 3, "a text", b"a", {"a": 1}, {"a"}, (text for text in "ab")):
             with pytest.raises(DualencError, match=r"items is of type \w+; give a list of"):

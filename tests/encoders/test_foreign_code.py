@@ -99,7 +99,7 @@ def test_a_text_tower_of_code_in_open_clip(
         lambda: load_model(evil.parent / "model"),
         lambda: ImageTextEncoder(config=clip, tokenizer=tokenizer),
     ):
-        assert "code of its own, which is not run" in refuses(make, canary)
+        assert "custom code, which is not run" in refuses(make, canary)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_tokenizer_of_code_in_open_clip(
     else:
         edit(model / change, auto_map=AUTO_MAP)
     told = refuses(lambda: load_model(model), canary)
-    assert "code of its own, which is not run" in told or change == "config.json"
+    assert "custom code, which is not run" in told or change == "config.json"
 
 
 def test_a_text_model_of_code(
@@ -190,7 +190,9 @@ def test_other_hooks_of_a_text_model(
     edit(model / "config.json", attn_implementation="eager")
     load_model(model)
     edit(model / "adapter_config.json", base_model_name_or_path="evil/model")
-    assert "adapters of another model; merge them" in refuses(lambda: load_model(model), canary)
+    assert "holds adapters of another model; merge them" in refuses(
+        lambda: load_model(model), canary
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,12 +216,12 @@ def test_modules_of_a_sentence_folder(
         (
             "2_Dense/config.json",
             {"activation_function": "torch.hub.load"},
-            "is no activation of torch.nn",
+            "is not an activation of torch.nn",
         ),
         (
             "2_Dense/config.json",
             {"activation_function": "evil.Tokenizer"},
-            "is no activation of torch.nn",
+            "is not an activation of torch.nn",
         ),
         (
             "sentence_bert_config.json",
@@ -282,9 +284,9 @@ def test_modules_inside_a_router(attack: str, evil: Path, text_encoder: Any) -> 
     path.write_text(json.dumps(config))
     messages = (
         "is not supported",
-        "is no path in the folder",
+        "is not a path in the folder",
         "safetensors first",
-        "is no activation of torch.nn",
+        "is not an activation of torch.nn",
     )
     assert any(message in refuses(lambda: load_model(model), canary) for message in messages)
 
@@ -322,7 +324,7 @@ def test_arguments_of_a_backbone_name_no_other_weights(key: str, tmp_path: Path)
     value: Any = {"file": str(tmp_path / "evil.pt")} if "cfg" in key else str(tmp_path / "evil.pt")
     refuses(lambda: ImageTextEncoder("ViT-B-32", pretrained=str(tmp_path / "evil.pt")), canary)
     told = refuses(lambda: ImageEncoder("test_resnet", backbone_args={key: value}), canary)
-    assert f"{key} is no argument of an architecture" in told
+    assert f"{key} is not an argument of an architecture" in told
     ImageEncoder("test_resnet", projector_dim=None).save(tmp_path / "model")
     edit(tmp_path / "model" / "config.json", model_args={key: value})
-    assert f"{key} is no argument" in refuses(lambda: load_model(tmp_path / "model"), canary)
+    assert f"{key} is not an argument" in refuses(lambda: load_model(tmp_path / "model"), canary)

@@ -101,7 +101,8 @@ def test_a_complete_model_keeps_its_checksum(minilm: Path) -> None:
 def test_weights_that_vectors_depend_on_are_named(folder: Path) -> None:
     drop_weights(folder / "model.safetensors", "pooler", "layer.1.attention.self.key")
     with pytest.raises(
-        DualencError, match=r"bert: 2 weights are missing, encoder.layer.1.attention.self.key.bias"
+        DualencError,
+        match=r"bert: 2 weights are missing, such as encoder.layer.1.attention.self.key.bias",
     ):
         load_model(folder)
 
@@ -114,7 +115,7 @@ def test_a_pooler_that_makes_the_vectors_is_needed(folder: Path) -> None:
     (folder / "modules.json").write_text(json.dumps([modules[0], modules[-1]]))
     assert load_model(folder).encode(TEXTS).shape == (2, 32)
     drop_weights(folder / "model.safetensors", "pooler")
-    with pytest.raises(DualencError, match=r"2 weights are missing, pooler.dense.bias first"):
+    with pytest.raises(DualencError, match=r"2 weights are missing, such as pooler.dense.bias"):
         load_model(folder)
 
 
@@ -139,7 +140,7 @@ def timm_folder(tmp_path: Path) -> Path:
 def test_weights_that_timm_would_draw_are_named(timm_folder: Path, part: str) -> None:
     assert checksum(timm_folder) == checksum(timm_folder)
     drop_weights(timm_folder / "model.safetensors", part)
-    with pytest.raises(DualencError, match=f"timm: {part} is missing; restore the file"):
+    with pytest.raises(DualencError, match=f"timm: {part} is missing; restore the weights file"):
         load_model(timm_folder)
 
 
@@ -165,7 +166,8 @@ def test_a_token_without_a_vector_is_refused_when_the_model_is_loaded(folder: Pa
     tokenizer.add_tokens(["zebra"])
     tokenizer.save_pretrained(folder)
     with pytest.raises(
-        DualencError, match=r"bert: the tokenizer gives 'zebra' the id 300, but the model has 300 v"
+        DualencError,
+        match=r"bert: the tokenizer maps 'zebra' to id 300, but the model has 300 token v",
     ):
         load_model(folder)
 
@@ -176,7 +178,7 @@ def test_a_padding_token_without_a_vector_is_refused_when_an_image_text_model_is
     ImageTextEncoder(config=clip, tokenizer=tokenizer).save(tmp_path / "clip")
     change(tmp_path / "clip" / "tokenizer_config.json", pad_token="zebra")
     with pytest.raises(
-        DualencError, match="the tokenizer gives the id 300, but the model has 300 token vectors"
+        DualencError, match="the tokenizer returns id 300, but the model has 300 token vectors"
     ):
         load_model(tmp_path / "clip")
 
@@ -187,7 +189,7 @@ def test_a_static_table_has_a_row_for_each_token(
     StaticEncoder(tokenizer=tokenizer, dim=8).save(tmp_path / "static")
     file = tmp_path / "static" / "model.safetensors"
     save_file({"embedding.weight": load_file(file)["embedding.weight"][:-1].clone()}, file)
-    with pytest.raises(DualencError, match="but the model has 299 vectors"):
+    with pytest.raises(DualencError, match="but the model has 299 token vectors"):
         load_model(tmp_path / "static")
 
 
@@ -220,7 +222,7 @@ def test_a_cross_encoder_makes_no_vectors(
     change(folder / file, **values)
     with pytest.raises(
         DualencError,
-        match="a model of scores or labels for texts, not of vectors; rerank results wi",
+        match="a model of scores or labels, not of vectors; rerank results wi",
     ):
         load_model(folder)
 

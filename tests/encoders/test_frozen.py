@@ -291,7 +291,7 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         IndexEncoder(ImageEncoder("test_resnet", image_size=32, projector_dim=4), facts())
     with pytest.raises(DualencError, match="kind mlp cannot be written"):
         with_map(text, VectorTower("mlp", 32, 32, 4))
-    with pytest.raises(DualencError, match="cuts its vectors to 12 numbers"):
+    with pytest.raises(DualencError, match="truncates its vectors to 12 numbers"):
         with_map(text_encoder(truncate_dim=12), VectorTower("linear", 12, 12, None))
     with pytest.raises(
         DualencError, match="takes vectors of 40 numbers, but the text model gives 32"
@@ -304,7 +304,7 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
     [
         ("trained_documents.json", None, "trained_documents.json: no such file"),
         ("trained_documents.json", {"ids": "7"}, "'ids' is a string, not a list"),
-        ("trained_documents.json", {"ids": ["7", 10**400]}, "ids must be texts"),
+        ("trained_documents.json", {"ids": ["7", 10**400]}, "ids must be strings"),
         ("dualenc.json", {"documents": []}, "'documents' is a list"),
         ("dualenc.json", {"documents": {"model": None}}, "documents: lacks 'dim'"),
         ("dualenc.json", {"documents": facts(dim="32")}, "'dim' is a string, not an integer"),

@@ -146,7 +146,7 @@ def test_an_augmentation_of_ones_own_is_normalised(
     assert torch.allclose(
         model.left.prepare(images[:1], seeds=[1])["image"][0, :, 0, 0], (1 - mean) / std
     )
-    assert "views to train on have 8x8 pixels, images to encode 32x32" in caplog.text
+    assert "training views have 8x8 pixels, but images to encode have 32x32" in caplog.text
 
 
 def test_a_saved_model_trains_on_with_its_projector(tmp_path: Path) -> None:
@@ -172,10 +172,10 @@ def test_small_images_get_the_stem_for_them(size: int, small: bool) -> None:
     ("arguments", "message"),
     [
         ({"projector_dim": 0}, "projector_dim is 0"),
-        ({"image_size": 0}, "does not encode an image"),
+        ({"image_size": 0}, "cannot encode an image"),
         (
             {"backbone": "test_vit", "small_image_stem": True},
-            "has no stem that small_image_stem could replace",
+            "does not have a stem that small_image_stem could replace",
         ),
         ({"backbone_args": {"no_such_argument": 1}}, "no_such_argument"),
         ({"backbone": "./no-such-folder"}, "no such folder"),

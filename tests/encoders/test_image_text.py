@@ -192,10 +192,10 @@ def test_image_size_and_context_length_can_be_set(clip: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "either the name"),
-        ({"name": "ViT-B-32", "config": {}}, "either the name"),
+        ({}, "either a name or a config"),
+        ({"name": "ViT-B-32", "config": {}}, "either a name or a config"),
         ({"name": "ViT-B-32", "tokenizer": "x"}, "leave tokenizer out"),
-        ({"name": "./here", "pretrained": "openai"}, "goes with an open_clip name"),
+        ({"name": "./here", "pretrained": "openai"}, "requires an open_clip name"),
         ({"name": "ViT-B-32", "pretrained": "no-such-tag"}, "not a known tag"),
         ({"config": {"embed_dim": 3}}, "vision_cfg, text_cfg missing"),
     ],
@@ -210,9 +210,7 @@ def test_a_tokenizer_without_an_end_token_is_refused(
 ) -> None:
     """The vector would be read at whatever token the word "a" has."""
     tokenizer.backend_tokenizer.post_processor = ByteLevel()
-    with pytest.raises(
-        DualencError, match=r"puts no end token behind a text.*; give it a post-processor"
-    ):
+    with pytest.raises(DualencError, match=r"does not append an end token.*; add a post-processor"):
         ImageTextEncoder(config=clip, tokenizer=tokenizer)
     clip["text_cfg"] |= {"pool_type": "last", "eos_id": 0}
     ImageTextEncoder(config=clip, tokenizer=tokenizer)
@@ -223,7 +221,9 @@ def test_a_size_that_a_folder_cannot_say_is_refused(clip: dict[str, Any], tmp_pa
     any."""
     tower = {"timm_model_name": "vit_tiny_patch16_224", "timm_pool": "avg", "timm_proj": "linear"}
     whole = {**clip, "vision_cfg": {**tower, "image_size": 224}}
-    message = r"image_size is 96, and vit_tiny_patch16_224 takes images of 224 pixels; leave it out"
+    message = (
+        r"image_size is 96, but vit_tiny_patch16_224 requires 224 pixels; leave image_size out"
+    )
     for config, size in ((whole, 96), ({**clip, "vision_cfg": {**tower, "image_size": 96}}, None)):
         with pytest.raises(DualencError, match=message):
             ImageTextEncoder(config=config, image_size=size)

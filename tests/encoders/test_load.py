@@ -59,7 +59,7 @@ def test_corrupt_weights(saved: Callable[[str], Path], kind: str, file: str) -> 
         ("dualenc.json", '{"kind": "video"}', "unknown kind 'video'"),
         ("dualenc.json", "{", "not valid JSON"),
         ("config.json", '{"architecture": "no_such_net"}', "no_such_net"),
-        ("config.json", "{}", "names no timm architecture"),
+        ("config.json", "{}", "does not name a timm architecture"),
     ],
 )
 def test_broken_descriptions(
@@ -75,10 +75,10 @@ def test_broken_descriptions(
     ("name", "message"),
     [
         ("./nowhere", "no such folder"),
-        ("ViT-B-32", "say which, as in ViT-B-32/openai"),
+        ("ViT-B-32", "add the tag of its weights, as in ViT-B-32/openai"),
         ("ViT-B-32/no-such-tag", "no-such-tag"),
-        ("owner/name", "neither a folder here nor a model that the hub gives"),
-        (".", "holds no model"),
+        ("owner/name", "neither a local folder nor available from the hub"),
+        (".", "is not a model folder"),
         (__file__, "is a file; give the folder"),
     ],
 )

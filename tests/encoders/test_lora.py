@@ -39,7 +39,7 @@ def test_only_adapters_train(model: TextEncoder) -> None:
         ({"lora_rank": 2, "lora_targets": ["no_such_layer"]}, "LoRA"),
         (
             {"lora_rank": 2, "lora_targets": "query"},
-            r"endings of layers' names as a list, such as \[query, value\]",
+            r"suffixes of layer names as a list, such as \[query, value\]",
         ),
         ({"lora_rank": -1}, "LoRA"),
         ({"dtype": "bfloat16"}, "bfloat16 with lora_rank"),

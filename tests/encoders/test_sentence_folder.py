@@ -97,7 +97,8 @@ def test_a_length_above_the_positions_is_cut(
     positions = 38 if model_type == "roberta" else 40  # RoBERTa's first two are none of a text
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": positions + 2}))
     with pytest.warns(
-        UserWarning, match=f"texts are cut to {positions} tokens, the model's positions"
+        UserWarning,
+        match=f"texts are truncated to {positions} tokens, the number of the model's positions",
     ):
         model = TextEncoder(str(folder))
     assert model.left.prepare.max_length == positions
@@ -115,9 +116,9 @@ def test_a_length_above_the_positions_is_cut(
         (
             "modules.json",
             [{"idx": 0, "name": "0", "path": "", "type": TRANSFORMER}],
-            "no encoder of texts",
+            "the text encoder fails",
         ),
-        ("modules.json", {"0": {}}, "is no list of modules"),
+        ("modules.json", {"0": {}}, "is not a list of modules"),
         ("modules.json", [], "empty modules list"),
         (
             "1_Pooling/config.json",
@@ -181,12 +182,12 @@ def test_dense_modules_give_their_vectors_and_are_saved(
         (
             "config.json",
             {"activation_function": "os.system"},
-            "'os.system' is no activation of torch.nn",
+            "'os.system' is not an activation of torch.nn",
         ),
         (
             "config.json",
             {"activation_function": "torch.nn.modules.module.Module"},
-            "is no activation of torch.nn",
+            "is not an activation of torch.nn",
         ),
         ("config.json", {"in_features": 31}, "does not load"),
         ("config.json", {"in_features": "32"}, "does not load"),
@@ -218,7 +219,7 @@ def test_vectors_are_truncated_as_the_folder_says_and_the_argument_wins(
         assert (encode(model, "left", texts) - expected).abs().max() < 1e-5
     assert SentenceTransformer(str(tmp_path / "again"), device="cpu").truncate_dim == 12
     assert TextEncoder(str(tmp_path / "short"), truncate_dim=32).dim == 32
-    with pytest.raises(DualencError, match="truncate_dim is 33: give 1 to 32, the model's size"):
+    with pytest.raises(DualencError, match="truncate_dim is 33; give 1 to 32, the model's size"):
         TextEncoder(str(saved), truncate_dim=33)
 
 

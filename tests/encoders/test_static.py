@@ -93,15 +93,17 @@ def test_what_a_user_gets_wrong(
     words: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     for arguments, message in (
-        ({}, "give either words, or the tokenizer"),
-        ({"words": words, "tokenizer": tokenizer}, "give either words, or the tokenizer"),
-        ({"words": words, "dim": 33}, "whose size is dim"),
+        ({}, "needs either words or a tokenizer"),
+        ({"words": words, "tokenizer": tokenizer}, "needs either words or a tokenizer"),
+        ({"words": words, "dim": 33}, "tokenizer and dim for a random table"),
         ({"tokenizer": tokenizer, "dim": 0}, "dim is 0"),
     ):
         with pytest.raises(DualencError, match=message):
             StaticEncoder(**arguments)
     StaticEncoder(words).save(tmp_path / "static")
-    with pytest.raises(DualencError, match="has no transformer; open it as a TextEncoder"):
+    with pytest.raises(
+        DualencError, match="does not contain a transformer; open it as a TextEncoder"
+    ):
         StaticEncoder(str(tmp_path / "static"))
 
 

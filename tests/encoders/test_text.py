@@ -50,14 +50,14 @@ def test_checkpointed_activations_give_the_same_gradient(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "give the name of a base model, or config and tokenizer"),
+        ({}, "give the name of a model, or config and tokenizer"),
         (
             {"config": {"model_type": "bert"}},
-            "give the name of a base model, or config and tokenizer",
+            "give the name of a model, or config and tokenizer",
         ),
-        ({"name": "x", "config": {}}, "give the name of a base model, or config and tokenizer"),
+        ({"name": "x", "config": {}}, "give the name of a model, or config and tokenizer"),
         ({"name": "./no-such-folder"}, "no such folder"),
-        ({"dtype": "int8"}, "dtype is 'int8': choose float32, or bfloat16"),
+        ({"dtype": "int8"}, "dtype is 'int8'; choose float32, or bfloat16"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], message: str) -> None:
@@ -74,10 +74,10 @@ def folder(model: TextEncoder, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "no-such-model"}, "no encoder of texts .*no-such-model"),
-        ({"num_attention_heads": 5}, "no encoder of texts .*attention heads"),
-        ({"vocab_size": 7}, "vocab_size is below the 300 of the tokenizer"),
-        ({"model_type": "vit"}, "no encoder of texts"),
+        ({"model_type": "no-such-model"}, "the text encoder fails .*no-such-model"),
+        ({"num_attention_heads": 5}, "the text encoder fails .*attention heads"),
+        ({"vocab_size": 7}, "vocab_size is smaller than the tokenizer's, 300"),
+        ({"model_type": "vit"}, "the text encoder fails"),
     ],
 )
 def test_unfit_configurations(
@@ -104,11 +104,13 @@ def test_length_is_what_all_agree_on(text_encoder: Any, bert: dict[str, Any]) ->
         1,
         12,
     )
-    with pytest.warns(UserWarning, match="texts are cut to 40 tokens, the model's positions"):
+    with pytest.warns(
+        UserWarning, match="texts are truncated to 40 tokens, the number of the model's positions"
+    ):
         assert text_encoder(max_length=41).left.prepare.max_length == 40
     # RoBERTa counts positions behind its padding index.
     roberta = {**bert, "model_type": "roberta", "pad_token_id": 1}
-    with pytest.warns(UserWarning, match="texts are cut to 38 tokens"):
+    with pytest.warns(UserWarning, match="texts are truncated to 38 tokens"):
         assert text_encoder(config=roberta).left.prepare.max_length == 38
     with pytest.raises(DualencError, match="at least 3"):
         text_encoder(max_length=2)

@@ -62,7 +62,7 @@ def test_one_without_padding_pads_with_its_end(tokenizer: PreTrainedTokenizerBas
     assert load_tokenizer(bare).pad_token == "[SEP]"
     assert bare.pad_token is None  # a copy was made
     neither = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(DualencError, match="no padding token"):
+    with pytest.raises(DualencError, match="lacks a padding token"):
         load_tokenizer(neither)
 
 

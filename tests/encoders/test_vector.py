@@ -105,11 +105,11 @@ def test_a_saved_model_loads_with_the_same_vectors_and_the_same_bytes(
     ("arguments", "told"),
     [
         ({"input_dim": 0}, "input_dim is 0"),
-        ({"input_dim": None}, "holds no vectors"),
+        ({"input_dim": None}, "does not consist of vectors"),
         ({"right_input_dim": 0, "dim": 4}, "input_dim is 0"),
         ({"hidden": -1}, "hidden is -1"),
         ({"dim": 1 << 40}, "dim is"),
-        ({"tower": "identity", "dim": 5}, "an identity leaves vectors of 12"),
+        ({"tower": "identity", "dim": 5}, "an identity cannot map vectors of size 12"),
         ({"shared": True, "right_input_dim": 8}, "leave shared out"),
         ({"tower": "conv"}, "linear, mlp, identity"),
     ],
