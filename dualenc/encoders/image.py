@@ -7,7 +7,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -90,8 +90,6 @@ class ImageEncoder(DualEncoder):
         backbone_args: dict[str, Any] | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
-        from timm.data import create_transform
-
         folder = None if is_timm_name(backbone) else model_folder(backbone)
         source = backbone if folder is None else f"local-dir:{folder}"
         model, all_args, has_small_stem = load_backbone(
@@ -100,32 +98,14 @@ class ImageEncoder(DualEncoder):
         if gradient_checkpointing:
             model.set_grad_checkpointing(True)
         config = _data_config(model.pretrained_cfg, image_size)
-        with (
-            torch.no_grad(),
-            explain(f"{backbone}: cannot encode an image", "check its arguments"),
-        ):
-            evaluate = create_transform(**config, is_training=False)
-            # A foreign folder may contain any preprocessing and model, so try them out.
-            pixels = checked_pixels(evaluate, config["input_size"])
-            shape = tuple(model.eval()(pixels[None]).shape)
-            mean, std = list(config["mean"]), list(config["std"])
-        if len(shape) != 2:
-            raise DualencError(
-                f"returns features {shape}, not one vector per image",
-                fix="set global_pool (backbone_args)",
-                where=backbone,
-            )
-        features = shape[1]
+        evaluate, (mean, std), features = _try_backbone(model, config, backbone)
         head = nn.Identity() if projector_dim is None else projector(features, projector_dim)
+        size = config["input_size"][1:]
         if augment is None:
-            crops = v2.RandomResizedCrop(
-                config["input_size"][1:], interpolation=v2.InterpolationMode.BICUBIC
-            )
-            to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
-            views = v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
-            augment = partial(seeded_transform, transform=views)
+            augment = partial(seeded_transform, transform=_crops_and_flips(size))
         else:
-            _report_other_size(augment, config["input_size"][1:])
+            _report_other_size(augment, size)
+        # Augmentations end with pixels in [0, 1], whatever statistics the backbone expects.
         augmented = partial(normalized, augment=augment, mean=mean, std=std)
         prepare = ImagePrepare(evaluate, augmented, config)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
@@ -232,6 +212,34 @@ def projector(features: int, dim: int) -> nn.Sequential:
     )
 
 
+def _try_backbone(
+    model: nn.Module, config: dict[str, Any], backbone: str
+) -> tuple[Callable[[Image.Image], Tensor], tuple[list[float], list[float]], int]:
+    """Encode a gray image; return preprocessing, mean and std of pixels, and number of features."""
+    from timm.data import create_transform
+
+    # A foreign folder may contain any preprocessing and any model, so try them out.
+    with torch.no_grad(), explain(f"{backbone}: cannot encode an image", "check its arguments"):
+        evaluate = create_transform(**config, is_training=False)
+        pixels = checked_pixels(evaluate, config["input_size"])
+        shape = tuple(model.eval()(pixels[None]).shape)
+        statistics = list(config["mean"]), list(config["std"])
+    if len(shape) != 2:
+        raise DualencError(
+            f"returns features {shape}, not one vector per image",
+            fix="set global_pool (backbone_args)",
+            where=backbone,
+        )
+    return evaluate, statistics, shape[1]
+
+
+def _crops_and_flips(size: tuple[int, int]) -> v2.Compose:
+    """Return the default training views: random crops (height, width) and horizontal flips."""
+    crops = v2.RandomResizedCrop(size, interpolation=v2.InterpolationMode.BICUBIC)
+    to_pixels = [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose([crops, v2.RandomHorizontalFlip(), *to_pixels])
+
+
 def is_timm_name(name: str) -> bool:
     """Return True if timm has an architecture of this name, with or without a tag after a dot."""
     import timm
@@ -258,71 +266,87 @@ def load_backbone(
     Returns:
         The model, all its arguments, and whether it has the small-image stem.
     """
-    import timm
     from timm.models import get_pretrained_cfg
 
-    folder = None
-    source = name
+    folder = None if is_timm_name(name) else model_folder(name)
     saved: dict[str, Any] = {}
-    if is_timm_name(name):
+    if folder is None:
+        source = name
         known = get_pretrained_cfg(name, allow_unregistered=True)
         fixed_size = known and known.fixed_input_size
     else:
-        folder = model_folder(name)
-        check_safetensors(folder, WEIGHTS_FILE)
-        config = read_json_object(folder / "config.json")
-        if "architecture" not in config:
-            raise DualencError(
-                "does not name a timm architecture",
-                fix="choose another folder",
-                where=folder / "config.json",
-            )
-        optional: dict[str, Any] = {
-            name: dict for name in ("model_args", "pretrained_cfg") if name in config
-        }
-        check_fields(config, {"architecture": str, **optional}, folder / "config.json")
-        check_sizes(config, folder / "config.json", count_weights(folder / WEIGHTS_FILE))
         source = f"local-dir:{folder}"
+        config, small_stem = _folder_settings(folder, small_stem)
         saved = config.get("model_args", {})
         fixed_size = config.get("pretrained_cfg", config).get("fixed_input_size")
-        path = folder / DUALENC_FILE
-        has_stem = path.is_file() and bool(read_json_object(path).get("small_image_stem"))
-        if small_stem not in (None, has_stem):
-            raise DualencError(
-                f"small_image_stem is {has_stem} in this folder",
-                fix="leave small_image_stem out",
-                where=folder,
-            )
-        small_stem = has_stem
-        pretrained = not has_stem
-    # `create_model` also takes arguments that are not the architecture's: other weights, other
-    # configurations, compilation.
-    others = inspect.signature(timm.create_model).parameters
-    for key in (*saved, *args):
-        if key in others or key.startswith("pretrained"):
-            raise DualencError(
-                f"{key} is not an argument of an architecture (backbone_args)",
-                fix="leave it out",
-                where=source,
-            )
+        # timm does not know the small stem, so it cannot load a folder's weights into it.
+        pretrained = not small_stem
+    _check_backbone_args((*saved, *args), source)
+    # Only some architectures accept a size; others derive everything from the image.
     size: dict[str, Any] = {"img_size": image_size} if fixed_size and image_size is not None else {}
-    with explain(f"{source}: timm cannot build the model", "check name, weights and arguments"):
-        with missing_weights() as missing:
-            model: Any = timm.create_model(
-                source, pretrained=pretrained, num_classes=0, **size, **args
-            )
-        if missing:
-            pixels = torch.zeros(2, *model.pretrained_cfg["input_size"])
-            where = source.removeprefix("local-dir:")
-            settle_missing(model, missing, [model.eval()(pixels)], where)
+    model = _create_backbone(source, pretrained, {**size, **args})
     side = _data_config(model.pretrained_cfg, image_size)["input_size"][-1]
     small = side <= SMALL and is_plain_resnet(model) if small_stem is None else small_stem
     if small:
         replace_stem(model)
-        # timm does not know this stem, so it could not load the folder's weights.
         if folder is not None:
             load_weights(model, folder / WEIGHTS_FILE)
     return model, {**saved, **args, **size}, small
+
+
+def _folder_settings(folder: Path, small_stem: bool | None) -> tuple[dict[str, Any], bool]:
+    """Return the checked config.json of a timm folder, and whether it has the small-image stem."""
+    check_safetensors(folder, WEIGHTS_FILE)
+    path = folder / "config.json"
+    config = read_json_object(path)
+    if "architecture" not in config:
+        raise DualencError(
+            "does not name a timm architecture", fix="choose another folder", where=path
+        )
+    optional: dict[str, Any] = {
+        name: dict for name in ("model_args", "pretrained_cfg") if name in config
+    }
+    check_fields(config, {"architecture": str, **optional}, path)
+    check_sizes(config, path, count_weights(folder / WEIGHTS_FILE))
+    # timm's own folders lack this file, and so the stem.
+    own = folder / DUALENC_FILE
+    has_stem = own.is_file() and bool(read_json_object(own).get("small_image_stem"))
+    if small_stem not in (None, has_stem):
+        raise DualencError(
+            f"small_image_stem is {has_stem} in this folder",
+            fix="leave small_image_stem out",
+            where=folder,
+        )
+    return config, has_stem
+
+
+def _check_backbone_args(names: Iterable[str], source: str) -> None:
+    """Raise if an argument is one of `create_model` and not of the architecture."""
+    import timm
+
+    # They would lead timm to other weights or configurations, or compile the model.
+    others = inspect.signature(timm.create_model).parameters
+    for name in names:
+        if name in others or name.startswith("pretrained"):
+            raise DualencError(
+                f"{name} is not an argument of an architecture (backbone_args)",
+                fix="leave it out",
+                where=source,
+            )
+
+
+def _create_backbone(source: str, pretrained: bool, args: dict[str, Any]) -> Any:
+    """Create a timm model without classifier; raise if weights that matter are missing."""
+    import timm
+
+    with explain(f"{source}: timm cannot build the model", "check name, weights and arguments"):
+        with missing_weights() as missing:
+            model: Any = timm.create_model(source, pretrained=pretrained, num_classes=0, **args)
+        if missing:
+            pixels = torch.zeros(2, *model.pretrained_cfg["input_size"])
+            where = source.removeprefix("local-dir:")
+            settle_missing(model, missing, [model.eval()(pixels)], where)
+    return model
 
 
 @contextmanager

@@ -43,6 +43,7 @@ VOCAB_SIZE = 49408
 CONFIG_FILE = "open_clip_config.json"
 WEIGHTS_FILE = "open_clip_model.safetensors"
 WEIGHTS_FILES = (WEIGHTS_FILE, "open_clip_pytorch_model.safetensors", "model.safetensors")
+LOADING_ADVICE = "check name, weights and configuration"
 SECTIONS = ("embed_dim", "vision_cfg", "text_cfg")
 TOKENIZER_ARGUMENTS = (
     "clean",
@@ -363,8 +364,7 @@ def load_clip(
     Returns:
         The model, its configuration and its tokenizer.
     """
-    import open_clip
-    from open_clip.factory import get_pretrained_cfg, load_checkpoint
+    from open_clip.factory import load_checkpoint
 
     weights = None
     with tempfile.TemporaryDirectory() as scratch:
@@ -372,12 +372,8 @@ def load_clip(
             own = copy.deepcopy(config)
             place = f"local-dir:{scratch}"
         elif is_open_clip_name(name):
-            own = open_clip.get_model_config(name)
+            own = _named_config(str(name), pretrained)
             place = str(name)
-            # Some weights were trained with QuickGELU although their architecture has GELU.
-            # open_clip only warns about it, and the vectors are wrong.
-            if pretrained is not None and get_pretrained_cfg(place, pretrained).get("quick_gelu"):
-                own["quick_gelu"] = True
         else:
             folder = model_folder(str(name))
             own = _folder_config(folder)
@@ -391,45 +387,69 @@ def load_clip(
         if context_length is not None:
             own["text_cfg"]["context_length"] = context_length
         if config is not None:
-            _write_source(
-                Path(scratch), own, None if tokenizer is None else load_tokenizer(tokenizer)
-            )
-
-        # Only tokenizers of transformers accept the argument.
+            own_tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+            _write_source(Path(scratch), own, own_tokenizer)
+        tokenize = _open_tokenizer(place, own, context_length, where)
+        # open_clip would also read pickled weights in a folder, so a folder's are loaded here.
         options: dict[str, Any] = (
-            {"trust_remote_code": False} if own["text_cfg"].get("hf_tokenizer_name") else {}
-        )
-        with (
-            quiet_loading(),
-            explain(f"{where}: the tokenizer does not load", "restore the tokenizer's files"),
-        ):
-            tokenize = open_clip.get_tokenizer(place, context_length=context_length, **options)
-
-        # open_clip would also read pickled weights in a folder, so a folder's are loaded below.
-        loading: dict[str, Any] = (
             {"pretrained": pretrained} if place == name else {"load_weights": False}
         )
-        with (
-            quiet_loading(),
-            explain(
-                f"{where}: open_clip does not load it", "check name, weights and configuration"
-            ),
-        ):
-            clip = open_clip.create_model(
-                place,
-                weights_only=True,
-                force_quick_gelu=own.get("quick_gelu", False),
-                force_image_size=image_size,
-                force_context_length=context_length,
-                pretrained_image=False,
-                pretrained_text=False,
-                **loading,
-            )
-            if image_size is not None or config is not None:
-                _check_image_size(clip.visual, own["vision_cfg"], where)
-            if weights is not None:
+        options |= {"force_image_size": image_size, "force_context_length": context_length}
+        clip = _create_clip(place, own, options, where)
+        # A resized tower of fixed size could neither be loaded nor saved.
+        if image_size is not None or config is not None:
+            _check_image_size(clip.visual, own["vision_cfg"], where)
+        if weights is not None:
+            with quiet_loading(), explain(f"{where}: open_clip does not load it", LOADING_ADVICE):
                 load_checkpoint(clip, str(weights))
     return clip, own, tokenize
+
+
+def _named_config(name: str, pretrained: str | None) -> dict[str, Any]:
+    """Return the configuration of an open_clip name, with the activation of its weights."""
+    import open_clip
+    from open_clip.factory import get_pretrained_cfg
+
+    config: dict[str, Any] = open_clip.get_model_config(name)
+    # Some weights were trained with QuickGELU although their architecture has GELU. open_clip only
+    # warns about it, and the vectors are wrong.
+    if pretrained is not None and get_pretrained_cfg(name, pretrained).get("quick_gelu"):
+        config["quick_gelu"] = True
+    return config
+
+
+def _open_tokenizer(
+    place: str, config: dict[str, Any], context_length: int | None, where: str
+) -> Tokenize:
+    """Open the tokenizer of an open_clip name or folder."""
+    import open_clip
+
+    # Only tokenizers of transformers accept the argument.
+    is_foreign = bool(config["text_cfg"].get("hf_tokenizer_name"))
+    options: dict[str, Any] = {"trust_remote_code": False} if is_foreign else {}
+    advice = "restore the tokenizer's files"
+    with quiet_loading(), explain(f"{where}: the tokenizer does not load", advice):
+        tokenize: Tokenize = open_clip.get_tokenizer(
+            place, context_length=context_length, **options
+        )
+    return tokenize
+
+
+def _create_clip(place: str, config: dict[str, Any], options: dict[str, Any], where: str) -> Any:
+    """Create an open_clip model, without the weights of a folder."""
+    import open_clip
+
+    with quiet_loading(), explain(f"{where}: open_clip does not load it", LOADING_ADVICE):
+        # The towers' own pretrained weights would be overwritten, so do not download them.
+        clip: Any = open_clip.create_model(
+            place,
+            weights_only=True,
+            force_quick_gelu=config.get("quick_gelu", False),
+            pretrained_image=False,
+            pretrained_text=False,
+            **options,
+        )
+    return clip
 
 
 def _folder_config(folder: Path) -> dict[str, Any]:

@@ -174,8 +174,8 @@ class VectorTower(Tower):
             self.map = _near_identity(input_dim, dim, bias=True)
         elif hidden is not None:
             self.map = Residual(input_dim, hidden, dim, normed=kind == "mlp")
-        # The empty buffer records the device of an identity, which lacks weights. A non-persistent one
-        # is not part of the checksum.
+        # The empty buffer records the device of an identity, which lacks weights. As it is not
+        # persistent, it is not part of the checksum.
         self.register_buffer("place", torch.empty(0), persistent=False)
 
     def forward(self, inputs: Inputs) -> Tensor:

@@ -250,12 +250,12 @@ def _hashed_weights(tower: Tower, contents: bytes) -> hashlib._Hash:
     return _WEIGHT_HASHES[contents]
 
 
-def _weights(tower: Tower) -> Iterator[tuple[bytes, np.ndarray]]:
+def _weights(tower: Tower) -> Iterator[tuple[bytes, memoryview]]:
     """Yield name and bytes of each weight and buffer; on a CPU the bytes are not copied."""
     for name, value in sorted(tower.state_dict().items()):
         # NumPy lacks bfloat16, so reinterpret as bytes.
         values = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        yield name.encode(), values.numpy()
+        yield name.encode(), values.numpy().data
 
 
 class _Encoder:
