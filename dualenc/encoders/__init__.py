@@ -1,5 +1,4 @@
-"""Towers and dual encoders on open_clip, transformers, timm and vectors, and their model
-folders."""
+"""Dual encoders on open_clip, transformers, timm and vectors, and their model folders."""
 
 # transformers, open_clip, timm and peft take seconds to import, so functions import them on use.
 from dualenc.encoders.batchnorm import BatchStatistics

@@ -80,8 +80,7 @@ class BatchStatistics:
 
     @contextmanager
     def applied(self, module: nn.Module) -> Iterator[None]:
-        """Normalize with the recorded statistics, or the running ones if there are none; update
-        neither."""
+        """Normalize with the recorded statistics, else with the running ones; update neither."""
         with ExitStack() as stack:
             for layer in _training_layers(module):
                 stack.callback(_set, layer, training=True)
@@ -103,8 +102,7 @@ class BatchStatistics:
 
 
 def trained_norms(tower: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that use batch statistics in training, that is, those not
-    frozen."""
+    """Return the BatchNorm layers that use batch statistics in training: the unfrozen ones."""
     norms = []
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm):
@@ -127,8 +125,7 @@ def explain_single_values() -> Iterator[None]:
 
 
 def keep_frozen_statistics(tower: nn.Module) -> None:
-    """Put frozen BatchNorm layers into eval mode so they use, and never update, their running
-    statistics."""
+    """Put frozen BatchNorm layers into eval mode, so they keep their running statistics."""
     trained = trained_norms(tower)
     for layer in tower.modules():
         if isinstance(layer, _BatchNorm) and layer not in trained:
@@ -152,8 +149,7 @@ def waits_for_others(module: nn.Module) -> bool:
 
 
 class _Synchronizer:
-    """Forward hooks of one layer that substitute statistics over all processes for its running
-    ones."""
+    """Forward hooks of one layer that give it the statistics of all processes."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         self.layer = layer
@@ -206,8 +202,7 @@ def _mean_and_variance(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gather_statistics(values: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return mean, biased variance and value count per channel over all processes, with
-    gradient."""
+    """Return mean, biased variance and count per channel over all processes, with gradient."""
     own_mean, own_variance = (statistic.double() for statistic in _mean_and_variance(values))
     # Var = E[x²] − E[x]² cancels badly in float32, hence double precision above. One collective
     # carries both sums and the count, because processes may have batches of different sizes.

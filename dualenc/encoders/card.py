@@ -1,5 +1,4 @@
-"""Model cards: a README.md with facts, training data, metrics and usage, rendered from a
-template."""
+"""Model cards: a README.md with facts, training data, metrics and usage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Dual encoders: two towers that share an embedding space, and how they are trained, saved and
-run."""
+"""Dual encoders: two towers that share an embedding space."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ class Prepare:
         return None
 
     def cache_tokens(self) -> None:
-        """Cache the tokens of items that come again, as in training; does nothing except for
-        texts."""
+        """Cache the tokens of repeated items, as in training; only texts have tokens."""
 
 
 class Tower(nn.Module):
@@ -314,8 +312,7 @@ class DualEncoder(nn.Module):
         raise NotImplementedError
 
     def check_savable(self) -> None:
-        """Raise a `DualencError` now if a library would refuse to save this model after
-        training."""
+        """Raise a `DualencError` if a library would refuse to save this model after training."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 without_weights(self).write(Path(folder))

@@ -1,5 +1,4 @@
-"""Resolve model names to local folders; hub repositories are downloaded without executable
-files."""
+"""Resolve model names to local folders; executable files are never downloaded."""
 
 from __future__ import annotations
 

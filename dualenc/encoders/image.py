@@ -126,8 +126,7 @@ class ImageEncoder(DualEncoder):
         return cls(str(folder), projector_dim=_saved_projector_dim(folder))
 
     def write(self, folder: Path) -> None:
-        """Write a timm folder for `create_model("local-dir:FOLDER", pretrained=True)`, and the
-        projector."""
+        """Write a timm folder, for `create_model("local-dir:FOLDER")`, and the projector."""
         backbone: Any = self.left.backbone
         known = backbone.pretrained_cfg
         layers = {key: known[key] for key in ("first_conv", "classifier") if known.get(key)}
@@ -351,8 +350,7 @@ def _create_backbone(source: str, pretrained: bool, args: dict[str, Any]) -> Any
 
 @contextmanager
 def missing_weights() -> Iterator[list[str]]:
-    """Collect the names of weights that a file lacks; without its classifier timm only logs
-    them."""
+    """Collect the names of weights that a file lacks, which timm only logs."""
     missing: list[str] = []
 
     def collect(record: logging.LogRecord) -> bool:
@@ -361,6 +359,7 @@ def missing_weights() -> Iterator[list[str]]:
             missing.extend(found[1].split(", "))
         return record.levelno > logging.INFO
 
+    # The message is of level INFO, which is usually off.
     builder = logging.getLogger("timm.models._builder")
     level = builder.level
     builder.addFilter(collect)
@@ -390,6 +389,7 @@ def replace_stem(backbone: Any) -> None:
             f"{type(backbone).__name__} does not have a stem that small_image_stem could replace",
             fix="leave it out, or set backbone_args such as patch_size",
         )
+    # The usual stem would shrink an image of 32 pixels to 8 before the first block.
     old = backbone.conv1
     backbone.conv1 = nn.Conv2d(old.in_channels, old.out_channels, 3, padding=1, bias=False)
     nn.init.kaiming_normal_(backbone.conv1.weight, mode="fan_out", nonlinearity="relu")
@@ -410,6 +410,7 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
     settings: dict[str, Any] = {}
     if image_size is not None:
         settings["input_size"] = (known["input_size"][0], image_size, image_size)
+        # Small images have no detail to spare at their borders.
         if image_size <= SMALL:
             settings["crop_pct"] = 1.0
     config = resolve_data_config(settings, pretrained_cfg=known)
@@ -518,8 +519,7 @@ def check_crop_scale(crop_scale: Sequence[float]) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the CPU generators of torch, `random` and numpy in this context, and restore them after
-    it."""
+    """Seed the CPU generators of torch, `random` and numpy in this context, then restore them."""
     of_python = random.getstate()
     of_numpy = np.random.get_state()  # noqa: NPY002
     try:

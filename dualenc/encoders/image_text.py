@@ -167,8 +167,7 @@ class ImageTextEncoder(DualEncoder):
 
 
 def _freeze_unused(clip: Any) -> None:
-    """Freeze open_clip's temperature, which the objective replaces, and CoCa's captioning
-    decoder."""
+    """Freeze open_clip's temperature (the objective has one) and CoCa's captioning decoder."""
     for scalar in (clip.logit_scale, clip.logit_bias):
         if scalar is not None:
             scalar.requires_grad_(False)
@@ -179,8 +178,7 @@ def _freeze_unused(clip: Any) -> None:
 def _image_prepare(
     preprocess_config: dict[str, Any], crop_scale: tuple[float, float]
 ) -> ImagePrepare:
-    """Return the preprocessing of images: open_clip's for evaluation, its random crops for
-    training."""
+    """Return open_clip's image preprocessing for evaluation and training."""
     from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 
     preprocess = PreprocessCfg(**preprocess_config)

@@ -94,6 +94,7 @@ class IndexEncoder(DualEncoder):
         self.documents: dict[str, Any] = facts
         self.trained_ids: list[str] = []
         self.base = dict(queries.base)
+        # Documents are never encoded here, so only prompts of queries are kept.
         prompts = getattr(queries, "prompts", {})
         self.prompts = {name: prompt for name, prompt in prompts.items() if name.endswith("_query")}
         if isinstance(left, VectorTower):
@@ -221,6 +222,8 @@ def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:
         ]
     modules = [*first, *(module.to(device) for module in tower.as_modules())]
     left = TextTower([*text.left.parts, *modules], text.left.prepare)
+    # Documents must end in the space of the mapped queries, so a map that changes the size applies
+    # to them too.
     right = text.right
     if tower.dim != text.dim:
         right = TextTower([*right.parts, *(first if tower.dim == dim else modules)], right.prepare)
@@ -250,6 +253,7 @@ def interpolate(original: nn.Module, adapted: nn.Module, keep: float) -> dict[st
     """
     if not 0 <= keep <= 1:
         raise DualencError(f"keep is {keep}", fix="give a share of the original model from 0 to 1")
+    # Adapters would have to be interpolated as the product BA, not as A and B.
     before = merge_adapters(original).state_dict()
     after = merge_adapters(adapted).state_dict()
     shapes = [

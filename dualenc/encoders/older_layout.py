@@ -1,5 +1,7 @@
-"""Settings of a text folder in the format before sentence-transformers 5.4, for TEI, vLLM,
-Ollama."""
+"""Settings of a text folder in the format before sentence-transformers 5.4.
+
+TEI, vLLM and Ollama read only this format.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +46,7 @@ def write_older_layout(folder: Path, max_length: int) -> None:
             return
         file = folder / module["path"] / FILES[kind]
         contents[file] = _older_settings(kind, read_json(file), max_length)
+    # All files or none, so that the folder stays consistent.
     if all(contents.values()):
         for file, settings in contents.items():
             write_json(file, settings)

@@ -134,8 +134,7 @@ def fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def run_packed(backbone: Any, inputs: Inputs) -> Tensor:
-    """Return the last hidden states (n, T, H) of packed texts; tokens attend within their text
-    only."""
+    """Return the last hidden states (n, T, H) of packed texts."""
     tokens = {name: values for name, values in inputs.items() if name not in NOT_MODEL_INPUTS}
     if "lengths" in inputs:
         with one_by_one_attention(backbone.config):

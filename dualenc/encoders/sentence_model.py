@@ -1,5 +1,4 @@
-"""Access to the internals of sentence-transformers 6: loading, modules of a side, inputs,
-saving."""
+"""The parts of sentence-transformers 6 that text towers depend on."""
 
 from __future__ import annotations
 
@@ -126,8 +125,7 @@ def open_model(folder: Path, dtype: torch.dtype) -> SentenceTransformer:
 
 
 def _missing_weights(place: Path, model_class: Any) -> list[str]:
-    """Return the weights that a transformer's folder lacks; raise if shapes contradict
-    config.json."""
+    """Return the weights that a folder lacks; raise if shapes contradict config.json."""
     # The meta device has names and shapes but no memory, whatever sizes config.json claims.
     model, report = model_class.from_pretrained(
         place,
@@ -191,7 +189,7 @@ def side_modules(model: SentenceTransformer, role: str) -> list[Any]:
 
 
 def side_prompt(model: SentenceTransformer, role: str) -> str:
-    """Return a side's prompt, else the default prompt unless it belongs to a side, else an empty
+    """Return a side's prompt, else the default prompt if it is for both sides, else an empty
     one."""
     default = model.default_prompt_name or ""
     names = PROMPT_NAMES[role] if is_of_a_side(default) else (*PROMPT_NAMES[role], default)

@@ -1,5 +1,4 @@
-"""Query-document encoders without a transformer: a text's vector is the mean of its token
-vectors."""
+"""Query-document encoders without a transformer: the mean of a text's token vectors."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ class TextEncoder(DualEncoder):
         return model
 
     def write(self, folder: Path) -> None:
-        """Write a sentence-transformers folder, with a Router if the sides have different
-        weights."""
+        """Write a sentence-transformers folder, with a Router if the sides differ in weights."""
         from dualenc.encoders.sentence_model import PROMPT_NAMES, is_of_a_side, save_model
 
         sides = {role: tower.parts for role, tower in zip(ROLES, (self.left, self.right))}

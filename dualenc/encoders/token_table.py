@@ -8,8 +8,7 @@ from torch.nn import functional
 
 
 class TokenTable(nn.EmbeddingBag):
-    """An `nn.EmbeddingBag` of means whose sparse gradient has one row per distinct token of a
-    batch.
+    """An `nn.EmbeddingBag` of means whose sparse gradient has one row per distinct token.
 
     torch's own sparse gradient has one row per token: 114,000 rows for 512 titles and abstracts
     with

@@ -258,8 +258,7 @@ class Residual(nn.Module):
 
 
 def _dense(weight: Tensor, bias: Tensor, activation: nn.Module) -> nn.Module:
-    """Return a Dense module of sentence-transformers with copies of weight (D, input_dim) and bias
-    (D,)."""
+    """Return a Dense module of sentence-transformers with copies of weight and bias."""
     from sentence_transformers.sentence_transformer.modules import Dense
 
     dim, input_dim = weight.shape

@@ -66,8 +66,7 @@ def settle_missing(
     outputs: Sequence[Tensor],
     where: Path | str,
 ) -> None:
-    """Raise if the outputs depend on missing weights; set the other missing weights to zero,
-    frozen.
+    """Raise if the outputs depend on missing weights; zero and freeze the other missing ones.
 
     Libraries initialize missing weights randomly. Vectors that depend on them are noise. Unused
     ones, such as a pooler behind the token vectors, would change the model's checksum at each load.

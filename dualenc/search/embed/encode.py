@@ -1,5 +1,4 @@
-"""Embedding: encode a corpus with one side of a model, in memory or on disk, in any number of
-processes.
+"""Embedding: encode a corpus with one side of a model, in memory or on disk.
 
 Rows are processed in windows. A text window is tokenized at once, split into batches of similar
 token length (so that almost nothing is padding), encoded, and put back in order. An image
@@ -183,8 +182,7 @@ def _embed_into(
 def _embed_in_memory(
     encoder: _Encoder, dtype: str, meta: dict[str, Any], bar_options: dict[str, Any]
 ) -> Embeddings:
-    """Embed without a folder: each process encodes its share of the shards, and gets all of
-    them."""
+    """Embed without a folder: each process encodes some shards, and all get all of them."""
     ids = encoder.corpus.ids
     ranges = shard_ranges(len(ids))
     own = ranges[distributed.rank_slice(len(ranges))]
@@ -198,6 +196,7 @@ def _embed_in_memory(
     # All processes take part before anyone raises; otherwise the others would wait forever.
     if any(distributed.gather_objects(is_stopped)):
         raise EmbeddingStopped
+    # Gathered in rank order, which is the order of the shards.
     shards = [shard for part in distributed.gather_objects(encoded) for shard in part]
     skipped = [entry for _, bad in shards for entry in bad]
     vectors = np.concatenate([part for part, _ in shards])
@@ -289,6 +288,7 @@ class _Encoder:
         self.autocast = getattr(torch, autocast) if autocast else None
         self.window_rows = window_rows(tower, batch_size)
         if num_workers is None:
+            # Decoding images dominates; for a few batches, starting processes takes longer.
             is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
             num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
         self.num_workers = num_workers
@@ -310,6 +310,7 @@ class _Encoder:
             )
         parts: list[Tensor] = []
         skipped: Skipped = []
+        # `embed` may be called in the middle of training.
         was_training = self.tower.training
         self.tower.eval()
         try:
@@ -348,8 +349,7 @@ class _Encoder:
         return vectors[has_direction], zero
 
     def _encode(self, inputs: Inputs, bar: tqdm) -> Tensor:
-        """Encode prepared rows in batches of similar length; return (rows, D) float32 in their
-        order."""
+        """Encode prepared rows in batches of similar length to (rows, D) float32, in order."""
         chunks = chunk_rows(inputs, self.batch_size)
         parts = []
         for rows in chunks:
@@ -363,6 +363,7 @@ class _Encoder:
                 self.device.type, self.autocast, enabled=self.autocast is not None
             )
             try:
+                # Truncated vectors are no longer of unit length, hence the normalization.
                 with autocast, torch.inference_mode():
                     vectors = self.forward(batch).float()
                     parts.append(
@@ -413,8 +414,7 @@ class _Windows(torch.utils.data.Dataset):
         return (self.prepare(items) if items else None), skipped
 
     def prefetched(self) -> Iterator[Window]:
-        """Yield the windows in order, each prepared in a thread while the previous one is
-        encoded."""
+        """Yield the windows in order, each prepared while the previous one is encoded."""
         # A single thread overlaps tokenization with the model and keeps the order.
         with ThreadPoolExecutor(max_workers=1) as thread:
             pending = thread.submit(self.__getitem__, 0)

@@ -63,8 +63,7 @@ Skipped = list[tuple[int, str]]
 
 
 def skipped_entries(ids: Sequence[str], skipped: Skipped) -> dict[str, Any]:
-    """Return the entries of meta.json on items without a vector: their number, and the first
-    100."""
+    """Return entries of meta.json on items without a vector: number, and the first 100."""
     first = [{"id": ids[row], "reason": reason} for row, reason in skipped[:100]]
     return {"skipped": len(skipped), "first_skipped": first}
 
@@ -146,6 +145,7 @@ class EmbeddingWriter:
         whole_text: Callable[[int], str] | None = None,
     ) -> None:
         check_ids(ids)
+        # JSON quotes each id, so that no two lists of ids give the same bytes.
         digest = hashlib.sha256()
         for name in ids:
             digest.update(json.dumps(name).encode())
@@ -173,6 +173,7 @@ class EmbeddingWriter:
         if check_embeddings_target(self.folder):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Several workers may start at once; the first one writes meta.json.
         with self._lock(CREATION, wait=True):
             if not (self.folder / "meta.json").exists():
                 self._write_meta(complete=False)
@@ -224,6 +225,7 @@ class EmbeddingWriter:
                     return Embeddings.open(self.folder)
                 if is_mine and not self.unwritten() and not self.outdated():
                     return self.finish()
+            # Back off, because polling a network file system slows all workers.
             time.sleep(wait)
             wait = min(1.5 * wait, MAX_WAIT)
 
@@ -261,6 +263,7 @@ class EmbeddingWriter:
         for number, rows in enumerate(self.ranges):
             try:
                 batch, vectors = read_shard(shard_path(self.folder, number), self.dim, self.dtype)
+                # The note holds what the items were when the shard was written.
                 note = self._note(number, batch)
             except DualencError:
                 outdated.append(number)
@@ -331,6 +334,7 @@ class EmbeddingWriter:
                 fix="correct the items",
                 where=self.folder,
             )
+        # meta.json comes last: a folder counts as finished from its `complete` on.
         write_order(paths)
         files = recorded(self.folder, [path.name for path in paths] + [ORDER])
         entries = {"shard_rows": shard_rows, **skipped_entries(self.ids, skipped), **files}
@@ -352,6 +356,7 @@ class EmbeddingWriter:
         """Return the provenance of a shard: contents, sha256, skipped."""
         path = shard_path(self.folder, number)
         batch = batch or read_shard(path, self.dim, self.dtype)[0]
+        # A shard may be damaged or foreign, so do not trust its metadata.
         try:
             note = json.loads((batch.schema.metadata or {})[_NOTE])
             is_valid = all(
