@@ -410,7 +410,7 @@ def _data_config(known: dict[str, Any], image_size: int | None) -> dict[str, Any
     settings: dict[str, Any] = {}
     if image_size is not None:
         settings["input_size"] = (known["input_size"][0], image_size, image_size)
-        # Small images have no detail to spare at their borders.
+        # Cropping would cut detail off images that are small already.
         if image_size <= SMALL:
             settings["crop_pct"] = 1.0
     config = resolve_data_config(settings, pretrained_cfg=known)
