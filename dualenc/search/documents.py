@@ -93,7 +93,9 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
     """
     refuse_url(source)
     if not isinstance(source, str | Path) or not str(source):
-        raise DualencError(f"open_documents: source is {source!r}; name an index or embeddings")
+        raise DualencError(
+            f"open_documents: source is {source!r}", fix="name an index or embeddings"
+        )
     source = Path(source)
     with ExitStack() as stack:
         documents, is_ready = _open(source, stack)
@@ -104,7 +106,9 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
             return documents
         if work is None:
             raise DualencError(
-                f"{source}: its vectors must be copied to be mapped; name a folder for them"
+                "its vectors must be copied to be mapped",
+                fix="name a folder for them",
+                where=source,
             )
         path = Path(work) / VECTORS
         if distributed.is_main():
@@ -141,7 +145,7 @@ def _checksum_of_files(source: Path) -> str:
     names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
     if not names:
         raise DualencError(
-            f"{source}: no such folder, or an empty one; name an index or embeddings"
+            "no such folder, or an empty one", fix="name an index or embeddings", where=source
         )
     digest = hashlib.sha256()
     for name, checksum in checksums(source, names).items():
@@ -167,8 +171,11 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         embeddings.meta["metric"] = "cosine"
         return embeddings, bool(embeddings.meta.get("normalized"))
     if detect(source) != "beir":
-        problem = "no index, embeddings, BEIR folder of vectors or pushed collection"
-        raise DualencError(f"{source}: {problem}; make an index with `dualenc index MODEL DATA`")
+        raise DualencError(
+            "no index, embeddings, BEIR folder of vectors or pushed collection",
+            fix="make an index with `dualenc index MODEL DATA`",
+            where=source,
+        )
     if (source / "corpus").is_dir():
         return _open(source / "corpus", stack)
     return _table_documents(source), False
@@ -183,7 +190,7 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
         try:
             return index.reconstruct(rows)
         except DualencError as error:
-            raise DualencError(f"{source}: {error}") from None
+            raise DualencError(str(error), where=source) from None
 
     vectors = ReadRows(len(index), index.dim, read)
     return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
@@ -218,10 +225,14 @@ def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
         residuals += float(np.square(own - factor * by_hand).sum())
     if residuals > MAX_RESIDUAL**2 * squares:
         kind = index.meta.get("factory", "?")
-        off = f"scores differ by {100 * math.sqrt(residuals / squares):.0f}% of their spread"
-        again = "build the index again, or " if subtracts_mean(index.faiss) else ""
-        problem = f"an index of kind {kind} gives back other vectors than it searches ({off})"
-        raise DualencError(f"{source}: {problem}; {again}embed the documents, and name that folder")
+        percent = 100 * math.sqrt(residuals / squares)
+        rebuild = "build the index again, or " if subtracts_mean(index.faiss) else ""
+        raise DualencError(
+            f"an index of kind {kind} gives back other vectors than it searches "
+            f"(scores differ by {percent:.0f}% of their spread)",
+            fix=f"{rebuild}embed the documents, and name that folder",
+            where=source,
+        )
 
 
 def _engine_documents(engine: Engine) -> Embeddings:
@@ -229,12 +240,17 @@ def _engine_documents(engine: Engine) -> Embeddings:
     texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
     if len(ids) < len(engine):
-        problem = f"holds {len(ids)} of {len(engine)} vectors"
-        raise DualencError(f"{engine.location}: {problem}; run the same `dualenc push` again")
+        raise DualencError(
+            f"holds {len(ids)} of {len(engine)} vectors",
+            fix="run the same `dualenc push` again",
+            where=engine.location,
+        )
     if len(ids) > len(engine):
-        problem = f"holds {len(ids)} vectors, and {len(engine)} were pushed"
-        remedy = "run the same `dualenc push` with --replace to remove the others"
-        raise DualencError(f"{engine.location}: {problem}; {remedy}")
+        raise DualencError(
+            f"holds {len(ids)} vectors, and {len(engine)} were pushed",
+            fix="run the same `dualenc push` with --replace to remove the others",
+            where=engine.location,
+        )
     snippets = list(texts.values()) if engine.has_snippets else None
 
     def read(rows: np.ndarray) -> np.ndarray:
@@ -250,7 +266,9 @@ def _table_documents(source: Path) -> Embeddings:
     corpus = read_corpus(source, bad_rows=bad_rows)
     if corpus.modality != "vector":
         raise DualencError(
-            f"{source}: its corpus is texts; index them with `dualenc index MODEL {source}`"
+            "its corpus is texts",
+            fix=f"index them with `dualenc index MODEL {source}`",
+            where=source,
         )
     bad_rows.report()
 
@@ -268,10 +286,12 @@ def _check_lengths(documents: Embeddings, source: Path) -> None:
     blocks = [documents.vectors[start : start + SAMPLED_ROWS] for start in starts]
     lengths = np.linalg.norm(np.concatenate(blocks), axis=1)
     if lengths.max() > (1 + LENGTH_TOLERANCE) * lengths.min():
-        problem = (
-            f"compares by inner product, and lengths are {lengths.min():.3g} to {lengths.max():.3g}"
+        raise DualencError(
+            f"compares by inner product, and lengths are {lengths.min():.3g} to "
+            f"{lengths.max():.3g}",
+            fix="index the vectors with --metric cosine",
+            where=source,
         )
-        raise DualencError(f"{source}: {problem}; index the vectors with --metric cosine")
 
 
 def _are_unit(documents: Embeddings) -> bool:
@@ -287,8 +307,11 @@ def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) 
     if path.is_file() and noted.get("source") == source:
         return
     if noted.keys() != {"source"} and any(os.path.lexists(each) for each in (note, path)):
-        problem = f"holds a {path.name} that dualenc did not write"
-        raise DualencError(f"{path.parent}: {problem}; name another folder")
+        raise DualencError(
+            f"holds a {path.name} that dualenc did not write",
+            fix="name another folder",
+            where=path.parent,
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     header = {"descr": "<f2", "fortran_order": False, "shape": (len(documents), documents.dim)}
     blocks = Database(documents, "cosine" if scale else "ip").blocks()

@@ -58,9 +58,9 @@ def exact_search(
     num_ids = len(documents) if document_ids is None else len(document_ids)
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
     if not is_comparable or not num_ids or num_ids != len(documents) or k < 1:
-        problem = f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}"
         raise DualencError(
-            f"{problem}; give matrices of one dimension, an id for each document, and k of at least 1"
+            f"queries {queries.shape}, documents {documents.shape} with {num_ids} ids, k={k}",
+            fix="give matrices of one dimension, an id for each document, and k of at least 1",
         )
     k = min(k, len(documents))
     precedence = _precedence(len(documents), document_ids)
@@ -220,4 +220,6 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def _not_finite(what: str) -> DualencError:
-    return DualencError(f"the embedding of {what} is not finite; did the training end in NaN?")
+    return DualencError(
+        f"the embedding of {what} is not finite", fix="did the training end in NaN?"
+    )

@@ -35,9 +35,9 @@ def fuse(
         and 0 < sum(weights) < float("inf")
     )
     if method not in get_args(Fusion) or not are_good:
-        problem = f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings"
         raise DualencError(
-            f"{problem}; give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0"
+            f"fusion is {method!r} and weights are {weights} for {len(rankings)} rankings",
+            fix=f"give {' or '.join(get_args(Fusion))}, and weights of 0 or more, not all 0",
         )
     mean_weight = sum(weights) / len(weights)
     fused: dict[str, float] = {}

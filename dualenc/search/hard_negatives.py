@@ -51,7 +51,7 @@ class Rule:
             value = getattr(self, name)
             if value is not None and not (lowest <= value <= highest and math.isfinite(value)):
                 allowed = f"{lowest:g} up" if highest == math.inf else f"{lowest:g} to {highest:g}"
-                raise DualencError(f"{name} is {value}; give a number from {allowed}")
+                raise DualencError(f"{name} is {value}", fix=f"give a number from {allowed}")
 
     def ceiling(self, positives: np.ndarray) -> float:
         """The maximum score of a query's negatives, from the scores (P,) of its positives, at least

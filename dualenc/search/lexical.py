@@ -117,7 +117,7 @@ class Lexical:
             for text in texts
         ]
         if not vocabulary:
-            raise DualencError("BM25: no text holds a word; is the corpus empty?")
+            raise DualencError("BM25: no text holds a word", fix="is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
         scorer.index(bm25s.tokenization.Tokenized(ids, vocabulary), show_progress=False)
         return cls(scorer, len(ids))
@@ -141,15 +141,15 @@ class Lexical:
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
-            raise DualencError(f"{index}: has no BM25 beside its vectors; {AGAIN}")
+            raise DualencError("has no BM25 beside its vectors", fix=AGAIN, where=index)
         meta = read_json_object(
             folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict}
         )
         if meta["ids"] != checksum:
-            raise DualencError(f"{folder}: is of other texts than the index; {AGAIN}")
+            raise DualencError("is of other texts than the index", fix=AGAIN, where=folder)
         if meta["version"] not in VERSIONS:
             raise DualencError(
-                f"{folder}: splits texts into other words than this version; {AGAIN}"
+                "splits texts into other words than this version", fix=AGAIN, where=folder
             )
         verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
@@ -158,7 +158,7 @@ class Lexical:
         except Exception as error:  # from numpy, json and bm25s
             why = " ".join(str(error).split())[:100]
             raise DualencError(
-                f"{folder}: corrupt ({type(error).__name__}: {why}); {AGAIN}"
+                f"corrupt ({type(error).__name__}: {why})", fix=AGAIN, where=folder
             ) from None
         return cls(scorer, meta["count"], meta["version"])
 

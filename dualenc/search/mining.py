@@ -106,7 +106,8 @@ def mine_negatives(
     check_modalities(left, right, form)
     if queries.dim != documents.dim:
         raise DualencError(
-            f"queries have dimension {queries.dim} and documents {documents.dim}; embed both alike"
+            f"queries have dimension {queries.dim} and documents {documents.dim}",
+            fix="embed both alike",
         )
     check_mined(out)
     target = Path(out)
@@ -173,11 +174,13 @@ def check_mined(path: str | os.PathLike[str]) -> None:
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
         raise DualencError(
-            f"{path}: mined negatives are lines of JSON; name a file {' or '.join(SUFFIXES)}"
+            "mined negatives are lines of JSON",
+            fix=f"name a file {' or '.join(SUFFIXES)}",
+            where=path,
         )
     work = _work_folder(Path(path))
     if os.path.lexists(work) and not _is_work(work):
-        raise DualencError(f"{work}: exists and was not left by mining; move it away")
+        raise DualencError("exists and was not left by mining", fix="move it away", where=work)
     if not os.path.exists(path):
         return
     with open_regular(path) as stream:
@@ -190,7 +193,7 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         names <= keys for names in ({"query_id", "pos_id"}, {"anchor", "positive", "negative_1"})
     ):
         raise DualencError(
-            f"{path}: exists and holds no mined negatives; choose another file to write"
+            "exists and holds no mined negatives", fix="choose another file to write", where=path
         )
 
 
@@ -199,7 +202,8 @@ def check_modalities(left: Corpus, right: Corpus, form: Form) -> None:
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(
-            "the data holds images, and rows of mined negatives hold texts or ids; give texts or vectors"
+            "the data holds images, and rows of mined negatives hold texts or ids",
+            fix="give texts or vectors",
         )
     if modalities != ("text", "text") and form == "sentence-transformers":
         raise DualencError("the form sentence-transformers needs texts, and the data holds vectors")
@@ -216,7 +220,7 @@ def paired_scores(
         right = np.asarray(documents[document_rows[block]], np.float32)
         scores[block] = np.einsum("nd,nd->n", left, right)
     if not np.isfinite(scores).all():
-        raise DualencError("a score is not finite; check the weights of the model")
+        raise DualencError("a score is not finite", fix="check the weights of the model")
     return scores
 
 
@@ -310,7 +314,7 @@ class NegativeSearch:
         is_scored = (self._left_row[pairs.left_id] >= 0) & (right_row[pairs.right_id] >= 0)
         if not is_scored.any():
             raise DualencError(
-                "no query and its positive both have a vector; embed the sides of these pairs"
+                "no query and its positive both have a vector", fix="embed the sides of these pairs"
             )
         # (M,) score of each known pair, NaN without vectors
         self.pair_scores = np.full(len(pairs), np.nan, np.float32)

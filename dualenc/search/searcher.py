@@ -109,8 +109,10 @@ class Searcher:
         if modality not in self.takes:
             names = {"text": "a text", "image": "an image", "vector": "a vector"}
             accepted = " or ".join(names[name] for name in self.takes)
-            problem = f"the query is {modality}, and the model of this index takes {accepted}"
-            raise DualencError(f"{problem}; search with that")
+            raise DualencError(
+                f"the query is {modality}, and the model of this index takes {accepted}",
+                fix="search with that",
+            )
         return self._side_of[modality]
 
     def search(
@@ -139,11 +141,12 @@ class Searcher:
         side = self.query_side(_modality(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
             raise DualencError(
-                "hybrid search needs a text, and an index that was built with --bm25; leave it out"
+                "hybrid search needs a text, and an index that was built with --bm25",
+                fix="leave it out",
             )
         if where and not self.index.column_kinds:
             raise DualencError(
-                "the index was built without --columns to filter by; leave conditions out"
+                "the index was built without --columns to filter by", fix="leave conditions out"
             )
         conditions = tuple(parse_conditions(where, self.index.column_kinds))
         depth = min(k if hybrid is None else max(k, FUSION_DEPTH), len(self))
@@ -153,7 +156,7 @@ class Searcher:
             vector = self._vector(item, side)
             return self.index.search(vector, depth, filter, conditions, **self.settings)[0]
         if filter:
-            raise DualencError("only an engine takes a filter; give conditions (where)")
+            raise DualencError("only an engine takes a filter", fix="give conditions (where)")
         allowed_rows = None
         if conditions and self.index.columns is not None:
             allowed_rows = meets(conditions, self.index.columns)
@@ -183,10 +186,14 @@ class Searcher:
             encoded = unit_norm(encoded[:, : self.index.dim])
         vector = encoded.cpu().numpy()[0]
         if not np.isfinite(vector).all():
-            raise DualencError("the model gives vectors that are not finite; check its weights")
+            raise DualencError(
+                "the model gives vectors that are not finite", fix="check its weights"
+            )
         if not vector.any() and not may_be_zero:
-            problem = f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}"
-            raise DualencError(f"{problem}; search for something else")
+            raise DualencError(
+                f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}",
+                fix="search for something else",
+            )
         return vector
 
 
@@ -218,16 +225,19 @@ def check_encoder(
     recorded = meta.get("model_checksum")
     if isinstance(encoder, IndexEncoder):
         if (encoder.documents["model_checksum"], encoder.documents["dim"]) != (recorded, dim):
-            remedy = "name that index, or adapt a model to this one"
             raise DualencError(
-                f"{source}: the model was adapted for an index of other vectors; {remedy}"
+                "the model was adapted for an index of other vectors",
+                fix="name that index, or adapt a model to this one",
+                where=source,
             )
     elif (
         recorded is not None
         and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded
     ):
         raise DualencError(
-            f"{source}: was built with other weights than the model has now; build the index again"
+            "was built with other weights than the model has now",
+            fix="build the index again",
+            where=source,
         )
     elif recorded is None and encoder.dim > dim:
         problem = f"the index does not say which model made its {dim} numbers, and the model gives {encoder.dim}"
@@ -239,7 +249,9 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
     lexical = None
     if hybrid and isinstance(index, Engine):
         raise DualencError(
-            f"{folder}: an engine is searched by vectors alone; search a FAISS index for hybrid"
+            "an engine is searched by vectors alone",
+            fix="search a FAISS index for hybrid",
+            where=folder,
         )
     if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
         lexical = consistent_read(
@@ -253,9 +265,13 @@ def recorded_model(meta: Mapping[str, Any], folder: Path) -> str:
     moved together."""
     recorded = meta.get("model")
     if not recorded:
-        raise DualencError(f"{folder}: does not say which model made it; name one with --model")
+        raise DualencError(
+            "does not say which model made it", fix="name one with --model", where=folder
+        )
     path = Path(recorded)
     sibling = folder.resolve().parent / path.name
     if path.is_absolute() and not path.exists() and not sibling.is_dir():
-        raise DualencError(f"{folder}: its model {path} is gone; name its new place with --model")
+        raise DualencError(
+            f"its model {path} is gone", fix="name its new place with --model", where=folder
+        )
     return str(sibling) if not path.exists() and sibling.is_dir() else recorded

@@ -39,17 +39,17 @@ class TextStore:
         self.folder = Path(folder) / FOLDER
         table = consistent_read(self.folder, lambda: self._open(checksum, verify))
         if table.texts is None:
-            raise DualencError(f"{self.folder}: holds no texts; {AGAIN}")
+            raise DualencError("holds no texts", fix=AGAIN, where=self.folder)
         self.ids = table.ids
         self.texts = table.texts
 
     def _open(self, checksum: str, verify: bool) -> ItemTable:
         if not has_texts(self.folder.parent):
-            raise DualencError(f"{self.folder.parent}: keeps no texts; {AGAIN}")
+            raise DualencError("keeps no texts", fix=AGAIN, where=self.folder.parent)
         other = f"keeps no texts; {AGAIN}"
         meta = read_head(self.folder, FORMAT, FORMAT_VERSION, other, {"count": int, "of": str})
         if meta["of"] != checksum:
-            raise DualencError(f"{self.folder}: is of other texts than the index; {AGAIN}")
+            raise DualencError("is of other texts than the index", fix=AGAIN, where=self.folder)
         verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=verify)
         return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
 
@@ -67,7 +67,9 @@ def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: boo
     """
     if corpus.modality != "text":
         raise DualencError(
-            f"{folder}: its data holds {corpus.modality}s, not texts; leave --bm25 and --texts out"
+            f"its data holds {corpus.modality}s, not texts",
+            fix="leave --bm25 and --texts out",
+            where=folder,
         )
     with locked(folder):
         index = Index.open(folder)

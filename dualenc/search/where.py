@@ -52,14 +52,16 @@ def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
     conditions: list[Condition] = []
     for name, sign, texts in _split(list(one_or_several(words))):
         if name not in kinds:
-            remedy = (
-                f"there are {', '.join(kinds)}" if kinds else "none were kept; embed with --columns"
+            raise DualencError(
+                f"condition: no column {name!r}",
+                fix=f"there are {', '.join(kinds)}"
+                if kinds
+                else "none were kept; embed with --columns",
             )
-            raise DualencError(f"condition: no column {name!r}; {remedy}")
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
             word = f"{name}{sign}{texts[0]}"
             raise DualencError(
-                f"condition: {word!r} orders a column of {kinds[name]} values; give = or !="
+                f"condition: {word!r} orders a column of {kinds[name]} values", fix="give = or !="
             )
         conditions.append(
             Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts))
@@ -81,9 +83,9 @@ def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
             elif conditions and conditions[-1][1] in ("=", "!="):
                 conditions[-1][2].append(value)
             else:
-                example = 'year>=2020, lang=en,de or author="Doe, Jane"'
                 raise DualencError(
-                    f"{part['value'][:200]!r} is no condition; write for example {example}"
+                    f"{part['value'][:200]!r} is no condition",
+                    fix='write for example year>=2020, lang=en,de or author="Doe, Jane"',
                 )
     return conditions
 
@@ -117,7 +119,7 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         "text": "a text",
     }
     raise DualencError(
-        f"condition: column {name!r} is compared with {word[:200]!r}; give {form[kind]}"
+        f"condition: column {name!r} is compared with {word[:200]!r}", fix=f"give {form[kind]}"
     )
 
 

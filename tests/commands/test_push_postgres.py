@@ -134,7 +134,7 @@ def test_mistakes_end_in_one_line(
             ("push", emb, "http://local", "--index", "none"),
             "--index is of PostgreSQL; leave it out",
         ),
-        (("search", engine, "wing", "--filter", "year >"), "the filter is no SQL condition"),
+        (("search", engine, "wing", "--filter", "year >"), "the filter is not a SQL condition"),
         (("search", engine, "wing", "--nprobe", 3), "nprobe is 3, but the index is of kind hnsw"),
     ]
     for words, message in cases:

@@ -106,7 +106,7 @@ def test_vectors_of_ids(filled: QdrantIndex) -> None:
 
 @pytest.mark.parametrize("filter", ["year > 1", '{"must": [{"key": 3}]}', '{"must":[' * 3000])
 def test_a_wrong_filter_is_one_line(filled: QdrantIndex, filter: str) -> None:
-    with pytest.raises(DualencError, match="the filter is no Qdrant filter") as error:
+    with pytest.raises(DualencError, match="the filter is not a Qdrant filter") as error:
         filled.search(vectors(1), 3, filter)
     assert "\n" not in str(error.value)
 

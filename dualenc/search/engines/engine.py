@@ -111,8 +111,11 @@ class Engine(ABC):
         problem = f"is gone, or holds other embeddings than {folder} says"
         state = self.check_state(self.stored_state(), problem)
         if state.get("index") != self.meta.get("index"):
-            problem = f"its push was not finished, or its index is not {self.meta['index']}"
-            raise DualencError(f"{self.location}: {problem}; {AGAIN}")
+            raise DualencError(
+                f"its push was not finished, or its index is not {self.meta['index']}",
+                fix=AGAIN,
+                where=self.location,
+            )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write a meta.json with the place and the description of the vectors, without keys and
@@ -158,7 +161,7 @@ class Engine(ABC):
                 if option not in self.setting_of_option():
                     kind = self.meta.get("index", "hnsw")
                     raise DualencError(
-                        f"{option} is {value}, but the index is of kind {kind}; leave it out"
+                        f"{option} is {value}, but the index is of kind {kind}", fix="leave it out"
                     )
                 settings[self.setting_of_option()[option]] = value
         results = []
@@ -206,21 +209,27 @@ class Engine(ABC):
     def check_state(self, state: State | None, problem: str) -> State:
         """The state of the collection, which must be that of these embeddings."""
         if state is None or state["fingerprint"] != self.items_checksum:
-            raise DualencError(f"{self.location}: {problem}; {AGAIN}")
+            raise DualencError(problem, fix=AGAIN, where=self.location)
         return state
 
     def check_current(self, state: State | None) -> None:
         """Refuse a collection whose vectors were replaced: those of another model mislead."""
         if state is None or state["fingerprint"] != self.items_checksum:
-            problem = "its embeddings were replaced or removed since it was opened"
-            raise DualencError(f"{self.location}: {problem}; open it again")
+            raise DualencError(
+                "its embeddings were replaced or removed since it was opened",
+                fix="open it again",
+                where=self.location,
+            )
 
     def check_all_stored(self, ids: Sequence[str], vector_of: Mapping[str, Any]) -> None:
         """Refuse ids whose vectors are not stored any more."""
         for name in ids:
             if name not in vector_of:
-                problem = f"no vector of {printable(name)[:80]!r} is stored any more"
-                raise DualencError(f"{self.location}: {problem}; {AGAIN}")
+                raise DualencError(
+                    f"no vector of {printable(name)[:80]!r} is stored any more",
+                    fix=AGAIN,
+                    where=self.location,
+                )
 
     @contextmanager
     def transaction(self) -> Iterator[State | None]:
@@ -233,9 +242,11 @@ class Engine(ABC):
             state = self.stored_state()
             is_same = state is not None and state["fingerprint"] == self.items_checksum
             if state is not None and not is_same and not self.replaces:
-                remedy = "push with --replace to remove them first, or name another --table"
-                problem = "holds other embeddings, or with another metric"
-                raise DualencError(f"{self.location}: {problem}; {remedy}")
+                raise DualencError(
+                    "holds other embeddings, or with another metric",
+                    fix="push with --replace to remove them first, or name another --table",
+                    where=self.location,
+                )
             yield self.fill(beside=not is_same)
 
     @abstractmethod
@@ -278,8 +289,11 @@ class Engine(ABC):
 def refuse_url(source: str | os.PathLike[str]) -> None:
     """Raise a `DualencError` for a URL in place of a folder; a `Path` writes it with one slash."""
     if re.match(r"[A-Za-z][\w+.-]+:/", str(source)) and not Path(source).exists():
-        remedy = "name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine"
-        raise DualencError(f"{without_credentials(str(source))}: is a URL; {remedy}")
+        raise DualencError(
+            "is a URL",
+            fix="name the folder that `dualenc push` wrote, by default EMBEDDINGS-engine",
+            where=without_credentials(str(source)),
+        )
 
 
 def is_pushed(folder: str | os.PathLike[str]) -> bool:

@@ -104,11 +104,15 @@ def _check_arguments(embeddings: object, target: object, name: object) -> None:
     """Raise unless embeddings, target and name are of the types that a push takes."""
     if not isinstance(embeddings, Embeddings):
         kind = type(embeddings).__name__
-        raise DualencError(f"push_embeddings: embeddings is {kind}; give Embeddings.open(FOLDER)")
+        raise DualencError(
+            f"push_embeddings: embeddings is {kind}", fix="give Embeddings.open(FOLDER)"
+        )
     for argument, value in (("target", target), ("name", name)):
         if not isinstance(value, str) or not value:
-            problem = f"push_embeddings: {argument} is {value!r}"
-            raise DualencError(f"{problem}; give the URL of an engine and the name of a table")
+            raise DualencError(
+                f"push_embeddings: {argument} is {value!r}",
+                fix="give the URL of an engine and the name of a table",
+            )
 
 
 def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
@@ -151,5 +155,5 @@ def _engine_class(target: str) -> Any:
     try:
         module = importlib.import_module(f"dualenc.search.engines.{name}")
     except ImportError as error:
-        raise DualencError(f"{error}; pip install 'dualenc[{name}]'") from None
+        raise DualencError(str(error), fix=f"pip install 'dualenc[{name}]'") from None
     return module.PostgresIndex if is_postgres(target) else module.QdrantIndex

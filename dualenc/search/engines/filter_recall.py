@@ -112,7 +112,7 @@ class Workload:
             exact = index.search(filter_queries, DEPTH, filter, exact=True)
             milliseconds = 1000 * (time.perf_counter() - begin) / len(filter_queries)
             if not exact[0]:
-                raise DualencError(f"filter {filter[:200]!r}: no row meets it; leave it out")
+                raise DualencError(f"filter {filter[:200]!r}: no row meets it", fix="leave it out")
             self.cases.append((filter, filter_queries, exact, milliseconds))
 
     def measure(self) -> Measurement:
@@ -199,8 +199,11 @@ def read_filters(path: str | Path) -> list[str]:
         else:
             bad_rows.add("line without a filter", f"{path}:{number}")
     if bad_rows.total or not filters:
-        problem = f"{path}: holds {bad_rows.describe() or 'no filters'}"
-        raise DualencError(f'{problem}; write {{"filter": "year >= 2020"}} on each line')
+        raise DualencError(
+            f"holds {bad_rows.describe() or 'no filters'}",
+            fix='write {"filter": "year >= 2020"} on each line',
+            where=path,
+        )
     return filters
 
 
@@ -268,8 +271,11 @@ def measure_again(folder: Path, index: Searched) -> tuple[Measurement, float]:
     """Repeat the measurement that a folder records; returns it, and the recall that was
     promised."""
     if not (folder / RESULT).is_file():
-        remedy = "measure it on your filters by --filters workload.jsonl"
-        raise DualencError(f"{folder}: no recall was measured; {remedy}")
+        raise DualencError(
+            "no recall was measured",
+            fix="measure it on your filters by --filters workload.jsonl",
+            where=folder,
+        )
     recorded = read_json_object(folder / RESULT, {"target": float, "filters": list})
     filters = [entry["filter"] for entry in recorded["filters"]]
     return Workload(index, load_npy(folder / VECTORS), filters).measure(), recorded["target"]

@@ -91,8 +91,10 @@ class PostgresIndex(Engine):
         for name in filter(None, (self.schema, self.name)):
             # A percent sign begins a parameter of psycopg, also inside a quoted name.
             if not re.fullmatch("[^\0%]+", name) or len(name.encode()) > MAX_NAME_BYTES:
-                remedy = f"give a name of 1 to {MAX_NAME_BYTES} bytes without %"
-                raise DualencError(f"table is {name[:80]!r}; {remedy}")
+                raise DualencError(
+                    f"table is {name[:80]!r}",
+                    fix=f"give a name of 1 to {MAX_NAME_BYTES} bytes without %",
+                )
         self.stored_kinds = {**({"text": "text"} if self.has_snippets else {}), **self.column_kinds}
         # Vectors too long for an index are indexed, and compared, in half precision.
         is_cast = self.dim > MAX_DIM["vector"] and meta["index"] != "none"
@@ -111,15 +113,19 @@ class PostgresIndex(Engine):
     def new(cls, embeddings: Embeddings, meta: dict[str, Any], index: IndexKind) -> Self:
         if "embedding" in meta["columns"]:
             raise DualencError(
-                "column 'embedding' is the one of the vectors; rename it and embed again"
+                "column 'embedding' is the one of the vectors", fix="rename it and embed again"
             )
         if index != "none" and embeddings.dim > MAX_DIM["halfvec"]:
-            remedy = f"embed with --dim {MAX_DIM['halfvec']}, or push with --index none"
-            raise DualencError(f"pgvector indexes up to {MAX_DIM['halfvec']} dimensions; {remedy}")
+            raise DualencError(
+                f"pgvector indexes up to {MAX_DIM['halfvec']} dimensions",
+                fix=f"embed with --dim {MAX_DIM['halfvec']}, or push with --index none",
+            )
         for name in embeddings.ids:
             if "\0" in name:
-                problem = f"id '{printable(name)[:80]}' has a NUL, which PostgreSQL cannot store"
-                raise DualencError(f"{problem}; rename it and embed again")
+                raise DualencError(
+                    f"id '{printable(name)[:80]}' has a NUL, which PostgreSQL cannot store",
+                    fix="rename it and embed again",
+                )
         # Vectors stay as they are.
         kind = "halfvec" if embeddings.vectors.dtype == np.float16 else "vector"
         own = {"type": kind, "index": index, "settings": default_settings(index, len(embeddings))}
@@ -137,7 +143,7 @@ class PostgresIndex(Engine):
         )
         expected = default_settings(meta["index"], meta["count"])
         if meta["type"] not in VALUE_TYPES or not set(meta["settings"]) <= set(expected):
-            raise DualencError(f"{path}: type, index or settings are unknown; {AGAIN}")
+            raise DualencError("type, index or settings are unknown", fix=AGAIN, where=path)
         check_fields(
             meta["settings"], {name: type(value) for name, value in expected.items()}, path
         )
@@ -182,7 +188,9 @@ class PostgresIndex(Engine):
         row = self.connection.execute(query, [self.name]).fetchone()
         if row is None or row[0] is None:
             raise DualencError(
-                f"{self.location}: no schema of the search path exists; write SCHEMA.{self.name}"
+                "no schema of the search path exists",
+                fix=f"write SCHEMA.{self.name}",
+                where=self.location,
             )
         return str(row[0])
 
@@ -225,8 +233,9 @@ class PostgresIndex(Engine):
             return None
         state = _parse_comment(row[0])
         if state is None:
-            problem = "was not made by `dualenc push`"
-            raise DualencError(f"{self.location}: {problem}; name another --table")
+            raise DualencError(
+                "was not made by `dualenc push`", fix="name another --table", where=self.location
+            )
         return state
 
     def nearest(
@@ -348,8 +357,10 @@ class PostgresIndex(Engine):
             except DualencError as error:
                 if not isinstance(error.__cause__, (psycopg.ProgrammingError, psycopg.DataError)):
                     raise
-                reason = f"the filter is no SQL condition ({first_line(error.__cause__)})"
-                raise DualencError(f"{reason}, such as \"year >= 2020 AND lang = 'en'\"") from None
+                raise DualencError(
+                    f"the filter is not a SQL condition ({first_line(error.__cause__)})",
+                    fix="write for example \"year >= 2020 AND lang = 'en'\"",
+                ) from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         check_several("ids", ids)
@@ -411,7 +422,7 @@ class PostgresIndex(Engine):
             version = self._load_extension(self.connection)
         if tuple(map(int, version.split(".")[:2])) < (0, 8):
             raise DualencError(
-                f"{self.location}: has pgvector {version}, and 0.8 is needed; update it"
+                f"has pgvector {version}, and 0.8 is needed", fix="update it", where=self.location
             )
         kind = self._type(self.meta["type"])
         vector = sql.SQL("embedding {}({}) NOT NULL").format(kind, sql.Literal(self.dim))
@@ -432,8 +443,11 @@ class PostgresIndex(Engine):
         query = "SELECT FROM pg_namespace WHERE nspname = %s"
         if self.connection.execute(query, [self.schema]).fetchone() is None:
             literal = _written("", f"{self.schema}.{self.name}")
-            remedy = f"create it, or write --table '{literal}' for a dot in the name"
-            raise DualencError(f"{self.location}: schema {self.schema!r} does not exist; {remedy}")
+            raise DualencError(
+                f"schema {self.schema!r} does not exist",
+                fix=f"create it, or write --table '{literal}' for a dot in the name",
+                where=self.location,
+            )
 
     def _try_to_drop(self) -> None:
         """Raise before all rows are sent what keeps the old table from being dropped, as a view."""
@@ -588,15 +602,17 @@ class PostgresIndex(Engine):
                 remedy = resume
             if "password authentication failed" in reason or "no password supplied" in reason:
                 remedy = "give the right one in the URL or PGPASSWORD, or in a line of ~/.pgpass"
-            raise DualencError(f"{self.location}: {reason}{remedy and f'; {remedy}'}") from error
+            raise DualencError(reason, fix=remedy, where=self.location) from error
 
 
 def _parse_name(name: str) -> dict[str, str]:
     """The schema, if any, and the table of a name as in SQL, but capitals need no quotes."""
     match = _NAME.fullmatch(name)
     if match is None:
-        remedy = "write TABLE or SCHEMA.TABLE, with double quotes around a part that has a dot"
-        raise DualencError(f"table is {name[:80]!r}; {remedy}")
+        raise DualencError(
+            f"table is {name[:80]!r}",
+            fix="write TABLE or SCHEMA.TABLE, with double quotes around a part that has a dot",
+        )
     parts = {"schema": match["schema"], "collection": match["table"]}
     return {
         entry: part[1:-1].replace('""', '"') if part.startswith('"') else part

@@ -81,8 +81,10 @@ def _parse(target: str) -> _Url:
     parameters = [part for part in (parts["query"] or "").split("&") if part]
     unknown = [_name(part) for part in parameters if _name(part) not in _KNOWN]
     if unknown and "@" not in (parts["query"] or "") and all("=" in part for part in parameters):
-        problem = f"TARGET has parameters that PostgreSQL does not know: {', '.join(unknown)[:80]}"
-        raise DualencError(f"{problem}; leave them out (libpq's name for ssl is sslmode)")
+        raise DualencError(
+            f"TARGET has parameters that PostgreSQL does not know: {', '.join(unknown)[:80]}",
+            fix="leave them out (libpq's name for ssl is sslmode)",
+        )
     return _Url(
         parts["scheme"], user, password if colon else None, hosts, parts["path"], parameters
     )
@@ -93,8 +95,10 @@ def _name(parameter: str) -> str:
 
 
 def _unreadable() -> DualencError:
-    example = "postgresql://user@host:5432/database"
-    remedy = "with /, ?, @ and % of a password as %2F, %3F, %40 and %25"
     return DualencError(
-        f"TARGET is not the URL of a PostgreSQL database; write {example}, {remedy}"
+        "TARGET is not the URL of a PostgreSQL database",
+        fix=(
+            "write postgresql://user@host:5432/database, with /, ?, @ and % of a "
+            "password as %2F, %3F, %40 and %25"
+        ),
     )

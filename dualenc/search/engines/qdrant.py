@@ -53,7 +53,9 @@ class QdrantIndex(Engine):
     def __init__(self, meta: dict[str, Any]) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", meta["collection"]):
             name = meta["collection"][:40]
-            raise DualencError(f"collection is {name!r}; give a name of letters, digits, - and _")
+            raise DualencError(
+                f"collection is {name!r}", fix="give a name of letters, digits, - and _"
+            )
         super().__init__(meta)
         self.collection: str = meta["collection"]
         # The client would unpickle what a folder holds, which can run code.
@@ -61,11 +63,13 @@ class QdrantIndex(Engine):
             examples = "postgresql://user@host/database or http://localhost:6333"
             shown = without_credentials(meta["target"])
             raise DualencError(
-                f"{shown}: is not the URL of PostgreSQL or a Qdrant server; write {examples}"
+                "is not the URL of PostgreSQL or a Qdrant server",
+                fix=f"write {examples}",
+                where=shown,
             )
         if "@" in meta["target"] or urlsplit(meta["target"]).query:
             raise DualencError(
-                f"the URL of the server carries a key or query; set {API_KEY} instead"
+                "the URL of the server carries a key or query", fix=f"set {API_KEY} instead"
             )
         # The same for all pushes of the same embeddings, so that a killed one resumes.
         self.beside = f"{self.collection}-{self.items_checksum[:12]}"
@@ -88,8 +92,9 @@ class QdrantIndex(Engine):
                 return None
             metadata = self.client.get_collection(name).config.metadata or {}
         if "dualenc" not in metadata:
-            problem = "was not made by `dualenc push`; name another --table"
-            raise DualencError(f"{self.location}: {problem}")
+            raise DualencError(
+                "was not made by `dualenc push`", fix="name another --table", where=self.location
+            )
         return {"fingerprint": str(metadata["dualenc"]), "for": metadata.get("dualenc_alias")}
 
     def nearest(
@@ -143,8 +148,10 @@ class QdrantIndex(Engine):
         except DualencError:
             raise
         except (ValueError, RecursionError) as error:
-            problem = f"the filter is no Qdrant filter ({_line(error)}), such as {FILTER_EXAMPLE}"
-            raise DualencError(problem) from None
+            raise DualencError(
+                f"the filter is not a Qdrant filter ({_line(error)})",
+                fix=f"write for example {FILTER_EXAMPLE}",
+            ) from None
 
     def vectors(self, ids: Sequence[str]) -> np.ndarray:
         check_several("ids", ids)
@@ -304,8 +311,11 @@ class QdrantIndex(Engine):
         except Exception as error:
             status = getattr(error, "status_code", None)
             if status in (401, 403):
-                problem = f"Qdrant refuses the key; set {API_KEY} to one that may do it"
-                raise DualencError(f"{self.location}: {problem}") from error
+                raise DualencError(
+                    "Qdrant refuses the key",
+                    fix=f"set {API_KEY} to one that may do it",
+                    where=self.location,
+                ) from error
             # Without an answer, or with one that does not blame the request, another try may do.
             passes = (
                 isinstance(error, ResponseHandlingException)
@@ -313,9 +323,7 @@ class QdrantIndex(Engine):
                 or (status or 0) >= 500
             )
             remedy = resume if passes else ""
-            raise DualencError(
-                f"{self.location}: {_line(error)}{remedy and f'; {remedy}'}"
-            ) from error
+            raise DualencError(_line(error), fix=remedy, where=self.location) from error
 
 
 def _large_range(key: str, operator: str, value: int) -> dict[str, Any]:
@@ -342,8 +350,10 @@ def _check_ranges(part: Any) -> None:
         bounds = part.get("range")
         for value in bounds.values() if isinstance(bounds, dict) else ():
             if isinstance(value, int) and abs(value) > MAX_EXACT:
-                problem = f"the filter compares with {value}, and Qdrant rounds numbers beyond 2^53"
-                raise DualencError(f"{problem}; write --where for that, which compares exactly")
+                raise DualencError(
+                    f"the filter compares with {value}, and Qdrant rounds numbers beyond 2^53",
+                    fix="write --where for that, which compares exactly",
+                )
         children = part.values()
     for child in children:
         _check_ranges(child)

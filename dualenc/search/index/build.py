@@ -56,7 +56,7 @@ class Database:
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
         if not len(embeddings):
-            raise DualencError("there are no vectors; give at least one")
+            raise DualencError("there are no vectors", fix="give at least one")
         self.embeddings = embeddings
         self.metric = metric
         self.are_unit = bool(embeddings.meta.get("normalized"))
@@ -106,16 +106,16 @@ def ready(
     if not np.isfinite(squares).all():
         row = int(np.flatnonzero(~np.isfinite(squares))[0])
         raise DualencError(
-            f"the vector of {name(row)} is not finite; embed it again or leave it out"
+            f"the vector of {name(row)} is not finite", fix="embed it again or leave it out"
         )
     deviation = np.abs(squares - 1)
     if are_unit:
         wrong = (deviation > STORED_TOLERANCE) & (squares > 0)
         if wrong.any():
             row = int(np.argmax(wrong))
-            length = f"{np.sqrt(squares[row]):.3g}"
             raise DualencError(
-                f"the vector of {name(row)} has length {length} instead of 1; embed the data again"
+                f"the vector of {name(row)} has length {np.sqrt(squares[row]):.3g} instead of 1",
+                fix="embed the data again",
             )
         return vectors
     if metric == "ip" or (deviation < UNIT_TOLERANCE).all():
@@ -127,12 +127,12 @@ def as_queries(queries: np.ndarray, dim: int, metric: Metric, k: int = 1) -> np.
     """Check queries for k results, and convert them to (Q, D) contiguous float32, normalized for
     "cosine"."""
     if k < 1:
-        raise DualencError(f"k is {k}; ask for at least 1 result")
+        raise DualencError(f"k is {k}", fix="ask for at least 1 result")
     queries = np.ascontiguousarray(np.atleast_2d(np.asarray(queries)), dtype=np.float32)
     if queries.ndim != 2 or queries.shape[1] != dim:
-        remedy = "embed them with the model of the index"
         raise DualencError(
-            f"queries of shape {queries.shape} for an index of dimension {dim}; {remedy}"
+            f"queries of shape {queries.shape} for an index of dimension {dim}",
+            fix="embed them with the model of the index",
         )
     return ready(queries, metric)
 
@@ -195,7 +195,7 @@ def check_factory(factory: str, num_vectors: int | None = None) -> None:
 
 
 def _unfit(factory: str, why: str) -> DualencError:
-    return DualencError(f"factory {factory[:80]!r} {why}; {OTHER_FACTORIES}")
+    return DualencError(f"factory {factory[:80]!r} {why}", fix=OTHER_FACTORIES)
 
 
 def training_rows(index: Any, num_vectors: int) -> int:
@@ -263,7 +263,7 @@ def set_parameter(index: Any, name: str, value: int) -> None:
     ivf = faiss.try_extract_index_ivf(index)
     maximum = int(ivf.nlist) if name == "nprobe" and ivf is not None else MAX_PARAMETER
     if not 1 <= value <= maximum:
-        raise DualencError(f"{name} is {value}; give a number from 1 to {maximum}")
+        raise DualencError(f"{name} is {value}", fix=f"give a number from 1 to {maximum}")
     with explain(f"{name}={value} does not apply to this index", "leave it out"):
         faiss.ParameterSpace().set_index_parameter(index, name, value)
 

@@ -60,7 +60,7 @@ def append(
         if texts is not None:
             if corpus is None:
                 raise DualencError(
-                    f"{folder}: keeps whole texts; name those that are appended, too"
+                    "keeps whole texts", fix="name those that are appended, too", where=folder
                 )
             rows = rows_in(corpus, embeddings, folder)
             texts = itertools.chain(texts, (corpus[row] for row in rows))
@@ -97,15 +97,18 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         if was_killed and len(rows) and (rows < 0).all():
             return index
         if not len(rows) or (rows < 0).any():
-            missing = (
-                f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given"
+            raise DualencError(
+                f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given",
+                fix="give ids that it has",
+                where=folder,
             )
-            raise DualencError(f"{folder}: {missing}; give ids that it has")
         stays = np.ones(len(index), bool)
         stays[rows] = False
         removed = np.flatnonzero(~stays)
         if len(removed) == len(index):
-            raise DualencError(f"{folder}: nothing would be left; remove the folder instead")
+            raise DualencError(
+                "nothing would be left", fix="remove the folder instead", where=folder
+            )
         texts = _whole_texts(index, folder)
         if texts is not None:
             texts = itertools.compress(texts, stays)
@@ -132,9 +135,13 @@ def are_last(index: Index, ids: Sequence[str]) -> bool:
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
     """The FAISS index in memory: a mapped index cannot change."""
     if index.meta.get("mapped"):
-        raise DualencError(f"{folder}: its model is being changed; finish `dualenc migrate` first")
+        raise DualencError(
+            "its model is being changed", fix="finish `dualenc migrate` first", where=folder
+        )
     if index.refine_file is not None:
-        raise DualencError(f"{folder}: refine.faiss does not change; build the index again")
+        raise DualencError(
+            "refine.faiss does not change", fix="build the index again", where=folder
+        )
     return faiss.read_index(str(Path(folder) / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
 
 
@@ -169,9 +176,10 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
     if has_texts(folder):
         return TextStore(folder, index.items_checksum).texts
     if has_lexical(folder):
-        remedy = f"run dualenc index {folder} --texts first, or remove the folder bm25 in it"
         raise DualencError(
-            f"{folder}: has BM25, but not the whole texts by which it follows a change; {remedy}"
+            "has BM25, but not the whole texts by which it follows a change",
+            fix=f"run dualenc index {folder} --texts first, or remove the folder bm25 in it",
+            where=folder,
         )
     return None
 
@@ -185,16 +193,17 @@ def check_addition(
         ours = index.dim if name == "dimension" else index.meta.get(name)
         theirs = about.get(name)
         if ours is not None and theirs is not None and ours != theirs:
-            problem = f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}"
             raise DualencError(
-                f"{folder}: {problem}; embed the data with its model and --dim {index.dim}"
+                f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}",
+                fix=f"embed the data with its model and --dim {index.dim}",
+                where=folder,
             )
     check_ids(ids)
     present = np.flatnonzero(rows_of(index.ids, ids) >= 0)
     if len(present):
         name = ids[int(present[0])]
         raise DualencError(
-            f"{folder}: has an item {name!r} already; remove it first, or leave it out"
+            f"has an item {name!r} already", fix="remove it first, or leave it out", where=folder
         )
 
 
@@ -226,8 +235,12 @@ def _joined(
         elif first.null_count == len(first):
             ours = ours.set_column(ours.column_names.index(name), name, first.cast(second.type))
         elif {own, kind} != {"integer", "number"}:
-            types = f"column {name!r} holds {own} values in the index and {kind} values in what is appended"
-            raise DualencError(f"{folder}: {types}; embed the data with values alike")
+            raise DualencError(
+                f"column {name!r} holds {own} values in the index and {kind} values in what "
+                "is appended",
+                fix="embed the data with values alike",
+                where=folder,
+            )
     with explain(f"{folder}: the columns do not join", "embed the data with values alike"):
         joined = pa.concat_tables([ours, theirs], promote_options="permissive")
     return joined.select([name for name in joined.column_names if name != "_"])

@@ -125,6 +125,7 @@ def parse_bytes(text: str) -> int:
         size = int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
     if size < MIN_MEMORY:
         raise DualencError(
-            f"memory is {text!r}; give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB"
+            f"memory is {text!r}",
+            fix=f"give a size such as 2GiB or 500MB, at least {MIN_MEMORY / 2**20:g}MiB",
         )
     return size

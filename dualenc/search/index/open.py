@@ -227,8 +227,11 @@ class Index:
     def _open(cls, folder: Path, verify: bool) -> Index:
         recover(folder)
         if not folder.is_dir():
-            remedy = f"make an index with `dualenc index MODEL DATA --out {folder}`"
-            raise DualencError(f"{folder}: no such folder; {remedy}")
+            raise DualencError(
+                "no such folder",
+                fix=f"make an index with `dualenc index MODEL DATA --out {folder}`",
+                where=folder,
+            )
         path = folder / "meta.json"
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
         kinds = {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
@@ -242,7 +245,7 @@ class Index:
         for name, found in (("dim", index.d), ("count", index.ntotal)):
             if meta[name] != found:
                 raise DualencError(
-                    f"{path}: {name} is {meta[name]}, but index.faiss has {found}; {REBUILD}"
+                    f"{name} is {meta[name]}, but index.faiss has {found}", fix=REBUILD, where=path
                 )
         if refine_file is not None and "k_factor_rf" in meta["search_parameters"]:
             set_parameter(index, "k_factor_rf", meta["search_parameters"]["k_factor_rf"])
@@ -362,9 +365,11 @@ def _fitting(
         if needed <= budget:
             break
     if memory is not None and needed > memory:
-        problem = f"takes {needed / 2**20:,.1f} MiB for {num_vectors:,} vectors, and memory is"
-        remedy = "give more, or auto with a folder to save to"
-        raise DualencError(f"factory {chosen!r} {problem} {memory / 2**20:,.1f} MiB; {remedy}")
+        raise DualencError(
+            f"factory {chosen!r} takes {needed / 2**20:,.1f} MiB for {num_vectors:,} "
+            f"vectors, and memory is {memory / 2**20:,.1f} MiB",
+            fix="give more, or auto with a folder to save to",
+        )
     return chosen, is_apart
 
 
@@ -372,8 +377,10 @@ def _checked_embeddings(vectors: Embeddings | np.ndarray, ids: Sequence[str] | N
     if not isinstance(vectors, Embeddings):
         vectors = np.asarray(vectors)
         if vectors.ndim != 2 or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
-            problem = f"{vectors.dtype} of shape {vectors.shape}"
-            raise DualencError(f"vectors are {problem}; give numbers as a matrix (N, D)")
+            raise DualencError(
+                f"vectors are {vectors.dtype} of shape {vectors.shape}",
+                fix="give numbers as a matrix (N, D)",
+            )
         vectors = Embeddings(
             [str(row) for row in range(len(vectors))] if ids is None else ids, vectors
         )
@@ -387,8 +394,9 @@ def _building(target: Path) -> Iterator[Path]:
     build."""
     work = target.with_name(f".{target.name}.building")
     if os.path.lexists(work) and not (work.is_dir() and set(os.listdir(work)) <= {REFINE}):
-        problem = "exists and was not left by the build of an index"
-        raise DualencError(f"{work}: {problem}; move it away")
+        raise DualencError(
+            "exists and was not left by the build of an index", fix="move it away", where=work
+        )
     remove(work)
     work.mkdir()
     try:
@@ -448,11 +456,15 @@ def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
     for name, values in allowed.items():
         if name in meta and meta[name] not in values:
             raise DualencError(
-                f"{path}: {name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}; {remedy}"
+                f"{name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}",
+                fix=remedy,
+                where=path,
             )
     for name in ("model", "model_checksum"):
         if not isinstance(meta.get(name, ""), str):
-            raise DualencError(f"{path}: {name} is {str(meta[name])[:40]}, not a text; {remedy}")
+            raise DualencError(
+                f"{name} is {str(meta[name])[:40]}, not a text", fix=remedy, where=path
+            )
 
 
 def write_contents(
@@ -509,13 +521,16 @@ def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike
     if -1 in rows:
         name = index.ids[rows.index(-1)]
         raise DualencError(
-            f"{folder}: the data has no text {name[:80]!r}; name its data and columns"
+            f"the data has no text {name[:80]!r}", fix="name its data and columns", where=folder
         )
     snippets = index.snippets or itertools.repeat(None)
     hashes = itertools.repeat(0) if index.hashes is None else index.hashes.tolist()
     for row, snippet, expected in zip(rows, snippets, hashes):
         is_other_text = bool(expected) and text_hash(corpus.items[row]) != expected
         if is_other_text or (snippet is not None and snippet != in_utf8(corpus.text(row))):
-            problem = f"the text of {corpus.ids[row][:80]!r} in the data is not what was embedded"
-            raise DualencError(f"{folder}: {problem}; embed and index the data again")
+            raise DualencError(
+                f"the text of {corpus.ids[row][:80]!r} in the data is not what was embedded",
+                fix="embed and index the data again",
+                where=folder,
+            )
     return rows

@@ -98,7 +98,9 @@ def write_codes(refine: Any, database: Database, path: Path) -> None:
         stream.write(np.int64(size // (4 if isinstance(refine, faiss.IndexFlat) else 1)).tobytes())
     written: Any = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
     if written.ntotal != len(database) or written.codes.size() != size:
-        raise DualencError(f"{path}: this version of FAISS writes it differently; leave out Refine")
+        raise DualencError(
+            "this version of FAISS writes it differently", fix="leave out Refine", where=path
+        )
 
 
 def link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

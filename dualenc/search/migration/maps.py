@@ -56,7 +56,7 @@ class LinearMap:
             return cls(**load_file(path))
         except (SafetensorError, TypeError) as error:
             raise DualencError(
-                f"{path}: corrupt ({error}); remove its folder and migrate again"
+                f"corrupt ({error})", fix="remove its folder and migrate again", where=path
             ) from None
 
 

@@ -57,7 +57,9 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
         if plan.get("format") == FORMAT:
             return plan
     if not _is_work(work, is_empty_ours=plan is None):
-        raise DualencError(f"{work}: exists and was not written by a migration; move it away")
+        raise DualencError(
+            "exists and was not written by a migration", fix="move it away", where=work
+        )
     if is_replaced(folder) and read_json_object(Path(folder) / "meta.json")["mapped"]:
         return {}
     return None if plan is None else {}
@@ -120,17 +122,22 @@ def check_unmigrated(folder: StrPath) -> None:
     work = work_folder(folder)
     back = f"dualenc migrate {folder} --rollback"
     if is_locked(work):
-        problem = "`dualenc migrate` is changing its model, and would undo the change"
-        raise DualencError(f"{folder}: {problem}; wait for its end, or stop it and run {back}")
+        raise DualencError(
+            "`dualenc migrate` is changing its model, and would undo the change",
+            fix=f"wait for its end, or stop it and run {back}",
+            where=folder,
+        )
     try:
         plan = read_plan(folder)
     except DualencError:  # of somebody else
         return
     if plan is not None and not is_over(plan) and has_begun(folder):
         name = plan.get("name", "NEW_MODEL")
-        problem = f"its model is being changed to {name}, in {work.name}"
-        finish = f"finish it: dualenc migrate {folder} {name}"
-        raise DualencError(f"{folder}: {problem}; {finish}, or end it: {back}")
+        raise DualencError(
+            f"its model is being changed to {name}, in {work.name}",
+            fix=f"finish it: dualenc migrate {folder} {name}, or end it: {back}",
+            where=folder,
+        )
 
 
 def is_over(plan: dict[str, Any]) -> bool:

@@ -139,7 +139,7 @@ class Migration:
             if is_over(present):
                 problem = f"holds {count:,} vectors of a migration with {what} that was rolled back"
                 remedy = f"remove them: {back} --discard"
-            raise DualencError(f"{self.work}: {problem}; {remedy}")
+            raise DualencError(problem, fix=remedy, where=self.work)
         message = "%s: the report of %s and its sample of %d vectors give way"
         logger.warning(message, self.work, what, count)
         return not different
@@ -237,7 +237,7 @@ class Migration:
                 problem = "something else has replaced it while its model was being changed"
                 back = f"dualenc migrate {self.folder} --rollback --discard"
                 problem += ", and it stays as it is"
-                raise DualencError(f"{self.folder}: {problem}; end the migration: {back}")
+                raise DualencError(problem, fix=f"end the migration: {back}", where=self.folder)
             settings = read_json_object(self.folder / "meta.json").get("settings")
             if settings is not None:
                 meta["settings"] = settings
@@ -295,8 +295,11 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
         remove_work(folder)
         if is_rest and (plan is None or plan["ended"] == "rolled back"):
             return RolledBack(None, was_over=True)
-        remedy = "a finished one has no old index; build it again"
-        raise DualencError(f"{folder}: no migration is under way; {remedy}")
+        raise DualencError(
+            "no migration is under way",
+            fix="a finished one has no old index; build it again",
+            where=folder,
+        )
     work = work_folder(folder)
     is_worth_keeping = is_over(plan) or has_begun(folder)
     with locked(folder):
