@@ -29,7 +29,8 @@ from jsonargparse import auto_cli
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.search import Index
 from dualenc.search.embed.writer import EmbeddingWriter
-from dualenc.search.index.build import new_index, set_parameter, training_rows
+from dualenc.search.index.build import new_index, training_rows
+from dualenc.search.index.tune import set_parameter
 
 FACTORIES = ["Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4"]
 MIN_ROUNDS, MAX_ROUNDS = 5, 50

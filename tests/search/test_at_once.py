@@ -154,7 +154,7 @@ def test_an_append_that_would_lose_words_is_refused(
     words = ("append", index, made / "model", made / "more.jsonl")
     with pytest.raises(DualencError, match="keeps whole texts; name those that are appended, too"):
         append(index, added)
-    with pytest.raises(DualencError, match="the data has no text 'x'"):
+    with pytest.raises(DualencError, match="the data lacks the item 'x'"):
         append(index, added, Corpus(["y"], ["fox"]))
     shutil.rmtree(index / "texts")
     assert "run dualenc index" in failure(capsys, *words, "--bm25")

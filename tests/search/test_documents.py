@@ -18,7 +18,7 @@ from dualenc.search import Embeddings, Index, documents
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.engines.factory import push_embeddings
-from dualenc.search.index import build
+from dualenc.search.index import database
 from tests.local_qdrant import url_of, use_folders
 from tests.search.clusters import clustered
 
@@ -150,10 +150,10 @@ def test_a_second_call_reads_what_is_written_of_the_same_source_only(
 ) -> None:
     source = built(tmp_path / "index")
     open_documents(source, tmp_path / "work")
-    blocks = build.Database.blocks
-    monkeypatch.setattr(build.Database, "blocks", lambda *_: pytest.fail("read again"))
+    blocks = database.Database.blocks
+    monkeypatch.setattr(database.Database, "blocks", lambda *_: pytest.fail("read again"))
     assert_unit_half(open_documents(source, tmp_path / "work"), clustered(NUM))
-    monkeypatch.setattr(build.Database, "blocks", blocks)
+    monkeypatch.setattr(database.Database, "blocks", blocks)
     other = built(tmp_path / "other", vectors=clustered(NUM, seed=1))
     assert fingerprint(other) != fingerprint(source)
     assert_unit_half(open_documents(other, tmp_path / "work"), clustered(NUM, seed=1))

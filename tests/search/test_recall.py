@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.data.store.vector_shards import Embeddings
-from dualenc.search.index import build
-from dualenc.search.index.build import (
-    Database,
+from dualenc.search.index import tune as tuning
+from dualenc.search.index.database import Database
+from dualenc.search.index.tune import (
     exact_probe,
     parameter_values,
     recall,
@@ -131,7 +131,7 @@ def test_tuning_goes_on_where_a_step_gains_nothing(monkeypatch: pytest.MonkeyPat
     index, rows = filled(vectors, "IVF32,Flat"), np.arange(0, 2000, 40)
     probe = probe_of(vectors, rows)
     at = {1: 0.5, 2: 0.501, 4: 0.501, 8: 0.6, 16: 0.97, 32: 1.0}
-    monkeypatch.setattr(build, "recall", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
+    monkeypatch.setattr(tuning, "recall", lambda *_: at[faiss.extract_index_ivf(index).nprobe])
     assert tune(index, database(vectors), probe, target=0.95) == {"nprobe": 16}
     at.update({8: 0.501, 16: 0.501})
     assert tune(index, database(vectors), probe, target=0.95)["nprobe"] <= 2, (

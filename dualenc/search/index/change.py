@@ -24,7 +24,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.io.files import atomic_folder, locked, was_replaced_by_killed
 from dualenc.search.engines.filter_recall import RESULT, VECTORS
-from dualenc.search.index.build import Database
+from dualenc.search.index.database import Database
 from dualenc.search.index.open import Index, is_index, rows_in, write_contents
 from dualenc.search.index.refined import split
 from dualenc.search.lexical import Lexical, has_lexical
