@@ -1,5 +1,4 @@
-"""Searcher: an index or a pushed collection with its model; texts, images or vectors in, results
-out."""
+"""Searcher: an index, or a pushed collection, together with the model that encodes queries."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index.open import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
-from dualenc.search.where import meets, parse_conditions
+from dualenc.search.where import Condition, parse_conditions
 from dualenc.types import Modality, Side
 
 logger = logging.getLogger("dualenc.search")
@@ -33,11 +32,19 @@ logger = logging.getLogger("dualenc.search")
 
 @dataclass(eq=False)
 class Searcher:
-    """An open index with its model, for one thread at a time; create one with `Searcher.open`.
+    """An open index with its model: texts, images or vectors in, results out.
 
-    One of a pushed collection whose embeddings are replaced raises a `DualencError`; open it again.
+    Create one with `Searcher.open`, and use it from one thread at a time. If the embeddings of a
+    pushed collection are replaced meanwhile, searches raise a `DualencError`; open it again.
 
-    Searcher.open("index").search("how do I resume?", k=5)
+        for hit in Searcher.open("index").search("how do I resume?", k=5):
+            print(hit.score, hit.snippet)
+
+    Attributes:
+        index: FAISS index or engine.
+        encoder: model that encodes queries.
+        lexical: BM25 index over the same items, for hybrid search.
+        settings: `nprobe` and `ef_search` for every search.
     """
 
     index: Index | Engine
@@ -47,7 +54,7 @@ class Searcher:
 
     @property
     def side(self) -> Side:
-        """The side of the model that made the index."""
+        """Side of the model that encoded the indexed items."""
         return self.index.meta.get("side", "right")
 
     @classmethod
@@ -60,20 +67,24 @@ class Searcher:
         hybrid: bool | None = None,
         **settings: Any,
     ) -> Searcher:
-        """Open an index, or the collection that a folder remembers, and the model that made it.
+        """Open an index, or the collection that a folder records, and the model that made it.
 
         Args:
-            folder: written by `dualenc index` or `dualenc push`.
-            model: its model folder or name; by default the recorded one, or one of that name beside
-                the index. Or an `IndexEncoder` that was adapted for an index of the same vectors.
-            device: for the model.
-            hybrid: open the BM25 index, too; None opens it if it exists.
-            settings: `nprobe` and `ef_search`, as the index's `search` takes them.
+            folder: folder written by `dualenc index` or `dualenc push`.
+            model: model folder or name; by default the recorded one, or one of that name beside the
+                index. A model that was adapted for an index of the same vectors fits, too.
+            device: device of the model.
+            hybrid: whether to open the BM25 index; None opens it if it exists.
+            settings: `nprobe` and `ef_search` for every search.
+
+        Raises:
+            DualencError: the folder or the model cannot be opened, they do not belong together, or
+                a setting does not apply to the index.
         """
         refuse_url(folder)
         folder = Path(folder)
         index, lexical = consistent_read(folder, lambda: _open_files(folder, hybrid))
-        # A parameter that does not apply is refused now, not at every query.
+        # Refuse a setting that does not apply now rather than at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         encoder = load_model(model or recorded_model(index.meta, folder), device=device)
@@ -84,15 +95,18 @@ class Searcher:
         return len(self.index)
 
     def close(self) -> None:
-        """Close the connection to an engine."""
-        if isinstance(self.index, Engine):
-            self.index.close()
+        """Close the index; an engine closes its connection."""
+        self.index.close()
 
     @property
     def _side_of(self) -> dict[Modality, Side]:
-        """The side that encodes a query of each modality: not the index's; of images and texts,
-        their own."""
-        sides: tuple[Side, ...] = ("right", "left")  # of two image towers the left one
+        """The side that encodes a query, by its modality.
+
+        Image-text models encode each modality with its own tower. In query-document models queries
+        take the side opposite to the index.
+        """
+        # If both towers take images, the later entry wins: the left tower.
+        sides: tuple[Side, ...] = ("right", "left")
         if self.encoder.kind == "query-index":
             sides = ("left",)
         elif self.encoder.kind in ("query-document", "vector"):
@@ -101,11 +115,18 @@ class Searcher:
 
     @property
     def takes(self) -> tuple[Modality, ...]:
-        """The modalities of queries: "text", "image", "vector"."""
+        """Modalities of queries that the model takes: "text", "image", "vector"."""
         return tuple(sorted(self._side_of))
 
     def query_side(self, modality: Modality) -> Side:
-        """The side that encodes a query of a modality."""
+        """Return the side that encodes a query of a modality.
+
+        Args:
+            modality: modality of the query.
+
+        Raises:
+            DualencError: the model does not take it.
+        """
         if modality not in self.takes:
             names = {"text": "a text", "image": "an image", "vector": "a vector"}
             accepted = " or ".join(names[name] for name in self.takes)
@@ -125,18 +146,23 @@ class Searcher:
         hybrid: Fusion | None = None,
         weight: float = 0.5,
     ) -> list[Hit]:
-        """The best k items for a text, an image or a vector, best first.
+        """Return the best k items for a text, an image or a vector, best first.
 
         Args:
             item: a string, a PIL image, or a vector (D,) for a model of vectors.
-            k: how many.
-            where: conditions on columns such as year>=2020 (`parse_conditions`), all of which must
-                hold.
-            filter: in the engine's own language, JSON of Qdrant or SQL of PostgreSQL; "" for none.
-                SQL reads whatever the user of the connection may read: only from whoever owns it.
-            hybrid: how to fuse the results of a text's vector with those of BM25; None for the
-                vector alone.
-            weight: of the vector's results in the fusion, from 0 to 1; BM25 has the rest.
+            k: number of results.
+            where: conditions on columns such as "year>=2020", all of which must hold
+                (`dualenc.search.where.parse_conditions`).
+            filter: filter in the engine's own language, JSON for Qdrant or SQL for PostgreSQL; ""
+                for none. SQL can read whatever the database user may read, so never pass on a
+                filter from somebody else.
+            hybrid: method that fuses dense results with those of BM25; None searches by vectors
+                alone.
+            weight: weight of the dense results in the fusion, 0 to 1; BM25 gets 1 - weight.
+
+        Raises:
+            DualencError: an argument does not fit the index or its model, or the vector of the
+                query is zero or not finite.
         """
         side = self.query_side(_modality(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
@@ -150,38 +176,49 @@ class Searcher:
             )
         conditions = tuple(parse_conditions(where, self.index.column_kinds))
         depth = min(k if hybrid is None else max(k, FUSION_DEPTH), len(self))
-        if isinstance(self.index, Engine):
-            if filter:
-                self.index.check_filter(filter)
-            vector = self._vector(item, side)
-            return self.index.search(vector, depth, filter, conditions, **self.settings)[0]
+        # Refuse a bad filter before the model runs.
         if filter:
-            raise DualencError("only an engine takes a filter", fix="give conditions (where)")
-        allowed_rows = None
-        if conditions and self.index.columns is not None:
-            allowed_rows = meets(conditions, self.index.columns)
+            self.index.check_filter(filter)
         vector = self._vector(item, side, may_be_zero=hybrid is not None)
-        hits = self.index.search(vector, depth, allowed_rows=allowed_rows, **self.settings)[0]
-        # A zero vector is as similar to each item as to any other; BM25 alone decides then.
-        hits = [hit for hit in hits if vector.any()]
-        if hybrid is not None and self.lexical is not None:
-            rows = self.lexical.search(item, depth, allowed_rows)
-            hits = _fused(hits, [self.index.hit(row, score) for row, score in rows], hybrid, weight)
-        return hits[:k]
+        if hybrid is not None:
+            return self._hybrid(item, vector, depth, conditions, hybrid, weight)[:k]
+        options = {"where": conditions, "filter": filter, **self.settings}
+        return self.index.search(vector, depth, **options)[0]
+
+    def _hybrid(
+        self,
+        text: str,
+        vector: np.ndarray,
+        depth: int,
+        conditions: Sequence[Condition],
+        method: Fusion,
+        weight: float,
+    ) -> list[Hit]:
+        """Fuse the dense and the BM25 results of a text, `depth` candidates each."""
+        assert isinstance(self.index, Index)
+        assert self.lexical is not None
+        # Evaluate the conditions once for both searches.
+        allowed_rows = self.index.rows_meeting(conditions)
+        hits: list[Hit] = []
+        # A zero vector is equally similar to all items, so then BM25 decides alone.
+        if vector.any():
+            options = {"allowed_rows": allowed_rows, **self.settings}
+            hits = self.index.search(vector, depth, **options)[0]
+        rows = self.lexical.search(text, depth, allowed_rows)
+        lexical_hits = [self.index.hit(row, score) for row, score in rows]
+        return _fused(hits, lexical_hits, method, weight)
 
     @torch.inference_mode()
     def _vector(self, item: Any, side: Side, may_be_zero: bool = False) -> np.ndarray:
-        """The vector (D,) of a query, of the size of the index, which may contain the first
-        components only."""
+        """Encode a query as a vector (D,), truncated to the dimension of the index."""
         tower = self.encoder.tower(side)
-        forward = (
-            tower.features if self.index.meta.get("output", "embedding") == "features" else tower
-        )
-        device = next(
-            (tensor.device for tensor in tower.state_dict().values()), torch.device("cpu")
-        )
+        is_features = self.index.meta.get("output", "embedding") == "features"
+        forward = tower.features if is_features else tower
+        tensors = tower.state_dict().values()
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         inputs = tower.prepare([rgb_item(item, "the query")])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
+        # A Matryoshka index has only the first components, renormalized.
         if self.index.dim < encoded.shape[1]:
             encoded = unit_norm(encoded[:, : self.index.dim])
         vector = encoded.cpu().numpy()[0]
@@ -213,60 +250,75 @@ def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: flo
 def check_encoder(
     encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path
 ) -> None:
-    """Refuse a model that neither made the vectors of an index nor was adapted for them, by their
-    checksum.
+    """Raise unless a model made the vectors of an index, or was adapted for them.
 
     Args:
         encoder: the model.
-        meta: what is recorded with the vectors: `model_checksum` and `side`, where known.
+        meta: metadata of the vectors: `model_checksum` and `side`, if known.
         dim: D, the size of the vectors.
-        source: the index, for the error.
+        source: the index, for errors.
+
+    Raises:
+        DualencError: the checksum of the weights differs from the recorded one.
     """
     recorded = meta.get("model_checksum")
     if isinstance(encoder, IndexEncoder):
-        if (encoder.documents["model_checksum"], encoder.documents["dim"]) != (recorded, dim):
+        documents = encoder.documents
+        if (documents["model_checksum"], documents["dim"]) != (recorded, dim):
             raise DualencError(
                 "the model was adapted for an index of other vectors",
                 fix="name that index, or adapt a model to this one",
                 where=source,
             )
-    elif (
-        recorded is not None
-        and tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded
-    ):
-        raise DualencError(
-            "was built with other weights than the model has now",
-            fix="build the index again",
-            where=source,
-        )
-    elif recorded is None and encoder.dim > dim:
-        problem = f"the index does not say which model made its {dim} numbers, and the model gives {encoder.dim}"
-        logger.warning("%s: %s; the first %d are compared", source, problem, dim)
+    elif recorded is not None:
+        if tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
+            raise DualencError(
+                "was built with other weights than the model has now",
+                fix="build the index again",
+                where=source,
+            )
+    elif encoder.dim > dim:
+        problem = "does not record which model made its vectors"
+        message = "%s: %s; comparing the first %d of the model's %d components"
+        logger.warning(message, source, problem, dim, encoder.dim)
 
 
 def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexical | None]:
-    index: Index | Engine = open_engine(folder) if is_pushed(folder) else Index.open(folder)
-    lexical = None
-    if hybrid and isinstance(index, Engine):
-        raise DualencError(
-            "an engine is searched by vectors alone",
-            fix="search a FAISS index for hybrid",
-            where=folder,
-        )
-    if isinstance(index, Index) and (hybrid or (hybrid is None and has_lexical(folder))):
-        lexical = consistent_read(
-            folder / BM25_FOLDER, lambda: Lexical.open(folder, index.items_checksum)
-        )
-    return index, lexical
+    """Open an index or engine, and its BM25 index; None opens that if it exists."""
+    if is_pushed(folder):
+        if hybrid:
+            raise DualencError(
+                "an engine is searched by vectors alone",
+                fix="search a FAISS index for hybrid",
+                where=folder,
+            )
+        return open_engine(folder), None
+    index = Index.open(folder)
+    if hybrid is None:
+        hybrid = has_lexical(folder)
+    if not hybrid:
+        return index, None
+    bm25 = folder / BM25_FOLDER
+    return index, consistent_read(bm25, lambda: Lexical.open(folder, index.items_checksum))
 
 
 def recorded_model(meta: Mapping[str, Any], folder: Path) -> str:
-    """The path or name of the model in a meta.json, or its path beside the folder if both were
-    moved together."""
+    """Return the path or name of the model in a meta.json.
+
+    If the path is gone but the folder has a sibling of that name, both were moved together, and the
+    sibling is returned.
+
+    Args:
+        meta: entries of meta.json.
+        folder: folder of the meta.json.
+
+    Raises:
+        DualencError: no model is recorded, or its folder is gone.
+    """
     recorded = meta.get("model")
     if not recorded:
         raise DualencError(
-            "does not say which model made it", fix="name one with --model", where=folder
+            "does not record which model made it", fix="name one with --model", where=folder
         )
     path = Path(recorded)
     sibling = folder.resolve().parent / path.name

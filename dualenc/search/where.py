@@ -1,4 +1,4 @@
-"""Filter conditions: `year>=2020` and the like, evaluated as Arrow expressions."""
+"""Filter conditions such as `year>=2020`, evaluated as Arrow expressions."""
 
 from __future__ import annotations
 
@@ -25,66 +25,91 @@ _COMPARISON = r"\s*(?P<column>[A-Za-z][A-Za-z0-9_]*)\s*(?P<operator>!=|<=|>=|==?
 _QUOTED = r"""\s*(?:"(?:[^"]|"")*"|'(?:[^']|'')*')\s*"""
 _CONDITION = re.compile(rf"{_COMPARISON}(?P<value>.*)", re.S)
 _PART = re.compile(rf"(?:{_COMPARISON})?(?P<value>{_QUOTED}|[^,]*),")
-"""A condition with its first value, or one more value. A single quote that does not close is an
+"""A condition with its first value, or one more value. A single quote that is never closed is an
 apostrophe."""
 _ORDERS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 """The operators that only numbers take."""
+_FORMS: dict[Kind, str] = {
+    "integer": "a whole number of 64 bits",
+    "number": "a number",
+    "truth": "true or false",
+    "text": "a text",
+}
+"""Valid values of each type of column, for error messages."""
 
 
 class Condition(NamedTuple):
-    """A column compared with a value; with several, "=" is any of them and "!=" none. Missing
-    values meet none."""
+    """A column compared with one or several values.
+
+    With several values, "=" matches any of them and "!=" none of them. Missing values never match.
+
+        Condition("lang", "=", ("en", "de"))
+
+    Attributes:
+        column: name of the column.
+        operator: comparison operator.
+        values: values to compare with; exactly one for an order.
+    """
 
     column: str
     operator: Operator
     values: tuple[Value, ...]
 
 
-def parse_conditions(words: Sequence[str], kinds: Kinds) -> list[Condition]:
+def parse_conditions(where: str | Sequence[str | Condition], kinds: Kinds) -> list[Condition]:
     """Parse conditions, all of which must hold.
 
     Args:
-        words: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` is either of the two, and may come
-            as two words. A value with commas is quoted, as in `author="Doe, Jane","Roe, Max"`, or
-            the whole word is: `"author=Doe, Jane"`. A doubled quote stands for one.
+        where: `year>=2020`, `lang=en`, `lang!=en`; `lang=en,de` matches either, and may be split
+            into two words. Quote a value with commas, as in `author="Doe, Jane","Roe, Max"`, or the
+            whole word: `"author=Doe, Jane"`. A doubled quote stands for one quote. Parsed
+            conditions are returned unchanged.
         kinds: types of the columns, by name.
+
+    Raises:
+        DualencError: a condition is malformed, or does not fit the columns.
     """
     conditions: list[Condition] = []
-    for name, sign, texts in _split(list(one_or_several(words))):
+    words: list[str] = []
+    for part in one_or_several(where):
+        if isinstance(part, Condition):
+            conditions.append(part)
+        else:
+            words.append(part)
+    for name, sign, texts in _split(words):
         if name not in kinds:
-            raise DualencError(
-                f"condition: no column {name!r}",
-                fix=f"there are {', '.join(kinds)}"
-                if kinds
-                else "none were kept; embed with --columns",
-            )
+            remedy = f"there are {', '.join(kinds)}"
+            if not kinds:
+                remedy = "none were kept; embed with --columns"
+            raise DualencError(f"condition: no column {name!r}", fix=remedy)
         if sign in _ORDERS and kinds[name] not in ("integer", "number"):
-            word = f"{name}{sign}{texts[0]}"
             raise DualencError(
-                f"condition: {word!r} orders a column of {kinds[name]} values", fix="give = or !="
+                f"condition: {f'{name}{sign}{texts[0]}'!r} orders a column of {kinds[name]} values",
+                fix="give = or !=",
             )
-        conditions.append(
-            Condition(name, sign, tuple(_value(name, kinds[name], text) for text in texts))
-        )
+        values = tuple(_value(name, kinds[name], text) for text in texts)
+        conditions.append(Condition(name, sign, values))
     return conditions
 
 
 def _split(words: Sequence[str]) -> list[tuple[str, Operator, list[str]]]:
-    """Conditions as column, operator and values as texts; the columns need not exist."""
+    """Split words into column, operator and values as texts; the columns need not exist."""
     conditions: list[tuple[str, Operator, list[str]]] = []
     for word in words:
-        whole = _CONDITION.fullmatch(_without_quotes(word)) if re.fullmatch(_QUOTED, word) else None
+        whole = None
+        if re.fullmatch(_QUOTED, word):
+            whole = _CONDITION.fullmatch(_without_quotes(word))
+        # The added comma ends the last value, so that one pattern matches all of them.
         for part in [whole] if whole else _PART.finditer(f"{word},"):
             value = _without_quotes(part["value"])
             if part["column"]:
-                conditions.append(
-                    (part["column"], cast(Operator, part["operator"].replace("==", "=")), [value])
-                )
+                sign = cast(Operator, part["operator"].replace("==", "="))
+                conditions.append((part["column"], sign, [value]))
             elif conditions and conditions[-1][1] in ("=", "!="):
                 conditions[-1][2].append(value)
             else:
                 raise DualencError(
-                    f"{part['value'][:200]!r} is no condition",
+                    f"{part['value'][:200]!r} is not a condition",
                     fix='write for example year>=2020, lang=en,de or author="Doe, Jane"',
                 )
     return conditions
@@ -109,39 +134,34 @@ def _value(name: str, kind: Kind, word: str) -> Value:
         if kind == "truth":
             return {"true": True, "false": False}[word.strip().lower()]
     except (ValueError, KeyError):
-        pass
+        pass  # reported below, like a number out of range
     if kind == "text" and word:
         return word
-    form = {
-        "integer": "a whole number of 64 bits",
-        "number": "a number",
-        "truth": "true or false",
-        "text": "a text",
-    }
     raise DualencError(
-        f"condition: column {name!r} is compared with {word[:200]!r}", fix=f"give {form[kind]}"
+        f"condition: column {name!r} is compared with {word[:200]!r}", fix=f"give {_FORMS[kind]}"
     )
 
 
 def column_kinds(columns: pa.Table | None) -> dict[str, Kind]:
-    """Types of the columns kept with embeddings, by name."""
+    """Return the types of the columns stored with embeddings, by name."""
     kinds: dict[str, Kind] = {}
     for field in () if columns is None else columns.schema:
         if types.is_boolean(field.type):
             kinds[field.name] = "truth"
         elif types.is_integer(field.type):
             kinds[field.name] = "integer"
+        elif types.is_floating(field.type):
+            kinds[field.name] = "number"
         else:
-            kinds[field.name] = "number" if types.is_floating(field.type) else "text"
+            kinds[field.name] = "text"
     return kinds
 
 
 def _in_precision_of(column: pa.ChunkedArray, values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Round values to the precision that a column had before it was widened: 0.1 to 0.10000000149
-    among float32.
+    """Round values to the precision that a column had before it was widened to float64.
 
-    Indexes hold the shortest decimals of such columns, 0.1 itself, unless they are of an earlier
-    version.
+    A float32 column that holds 0.1 stores 0.10000000149, so a condition on 0.1 must compare with
+    that. Current indexes store the shortest decimals, 0.1 itself; earlier versions did not.
     """
     fractions = [value for value in values if isinstance(value, float) and not value.is_integer()]
     if not fractions or not types.is_floating(column.type):
@@ -150,21 +170,19 @@ def _in_precision_of(column: pa.ChunkedArray, values: tuple[Value, ...]) -> tupl
     numbers = numbers[np.isfinite(numbers)]
     for kind in (np.float16, np.float32):
         with np.errstate(over="ignore"):
-            if (numbers.astype(kind) == numbers).all():
-                # Only what the precision writes so: 0.1, but no fraction with more digits than it
-                # has.
-                return tuple(
-                    float(kind(value))
-                    if value in fractions and float(str(kind(value))) == value
-                    else value
-                    for value in values
-                )
+            is_exact = (numbers.astype(kind) == numbers).all()
+            # Round only values that the precision prints back unchanged: 0.1, but not a fraction
+            # with more digits than it has.
+            short = {v: float(kind(v)) for v in fractions if float(str(kind(v))) == v}
+        if is_exact:
+            return tuple(
+                short.get(value, value) if isinstance(value, float) else value for value in values
+            )
     return values
 
 
 def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
-    """Evaluate conditions on a table: (N,) bool, the rows that meet all of them; a missing value
-    meets none."""
+    """Return the rows (N,) bool of a table that meet all conditions; missing values never match."""
     combined = pc.scalar(True)
     for name, sign, values in conditions:
         field = pc.field(name)
@@ -172,7 +190,7 @@ def meets(conditions: Sequence[Condition], columns: pa.Table) -> np.ndarray:
         if sign in _ORDERS:
             met = _ORDERS[sign](field, pc.scalar(values[0]))
         else:
-            # `isin` wants values of the column's own type, such as int32 or large_string.
+            # `isin` needs values of the column's exact type, such as int32 or large_string.
             is_any = field.isin(pa.array(values).cast(columns.schema.field(name).type))
             met = (is_any if sign == "=" else ~is_any) & field.is_valid()
         combined = combined & met

@@ -128,7 +128,8 @@ def measure_postgres(
             for exact in (True, False):
                 begin = time.perf_counter()
                 results[exact] = [
-                    index.search(query, 10, f"share < {share}", exact=exact)[0] for query in queries
+                    index.search(query, 10, filter=f"share < {share}", exact=exact)[0]
+                    for query in queries
                 ]
                 milliseconds[exact] = 1000 * (time.perf_counter() - begin) / len(queries)
             pairs = zip(results[False], results[True])

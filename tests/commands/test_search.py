@@ -186,7 +186,7 @@ def test_a_model_of_more_numbers_than_an_index_without_a_model_is_cut_with_a_war
 ) -> None:
     Index.build(np.eye(3, 8, dtype=np.float32), ["x", "y", "z"]).save(tmp_path / "index")
     run("search", tmp_path / "index", "fox", "--model", toy_text)
-    assert "does not say which model made its 8 numbers" in caplog.text
+    assert "does not record which model made its vectors; comparing the first 8 of" in caplog.text
 
 
 def test_a_lock_that_a_killed_command_has_left_is_no_obstacle(

@@ -13,9 +13,8 @@ import qdrant_client
 
 from dualenc.cli import main
 from dualenc.search import Embeddings, Index
-from dualenc.search.engines import filter_recall
 from dualenc.search.engines.factory import push_embeddings
-from dualenc.search.engines.filter_recall import ConditionSearch, tune, tune_folder
+from dualenc.search.engines.filter_recall import tune, tune_folder
 from dualenc.search.where import parse_conditions
 from tests.commands.in_process import failure, run
 from tests.edge_qdrant import EdgeClient
@@ -82,7 +81,9 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
     for number, filter in enumerate(filters):
         rows = np.flatnonzero((1, 0.2, 0.05)[number] > SHARES)
         asked = queries[1::2][number::3]
-        for hits, best in zip(index.search(asked, 10, filter), brute_force(unit, rows, asked)):
+        for hits, best in zip(
+            index.search(asked, 10, filter=filter), brute_force(unit, rows, asked)
+        ):
             recalls.append(len({hit.id for hit in hits} & best) / 10)
     assert measured.recall == pytest.approx(np.mean(recalls), abs=0.003)
     assert measured.low >= 0.95
@@ -137,7 +138,7 @@ def index(tmp_path: Path) -> Path:
 def test_filters_of_an_index_are_exact_up_to_a_number_of_rows(index: Path) -> None:
     stored = clustered(NUM)
     queries = clustered(60, seed=1)
-    searched = ConditionSearch(Index.open(index))
+    searched = Index.open(index)
     right = stored[:, 0] > np.quantile(stored[:, 0], 0.8)
     for filter, rows in (
         ("group=right", right),
@@ -148,10 +149,14 @@ def test_filters_of_an_index_are_exact_up_to_a_number_of_rows(index: Path) -> No
         for exact in (True, False) if filter else (True,):
             assert [
                 {hit.id for hit in hits}
-                for hits in searched.search(queries, 10, filter, exact=exact)
+                for hits in searched.search(
+                    queries, 10, exact=exact, **searched.workload_filter(filter)
+                )
             ] == best
     searched.meta["settings"] = {"exact_rows": 0}
-    approximate = [{hit.id for hit in hits} for hits in searched.search(queries, 10, "group=right")]
+    approximate = [
+        {hit.id for hit in hits} for hits in searched.search(queries, 10, where="group=right")
+    ]
     best = brute_force(stored, np.flatnonzero(right), queries)
     assert np.mean([len(ids & nearest) / 10 for ids, nearest in zip(approximate, best)]) < 0.9
 
@@ -161,7 +166,7 @@ def test_recall_of_an_index_is_chosen_kept_and_checked(
 ) -> None:
     words = ("evaluate", "engine", index)
     assert "no recall was measured" in failure(capsys, *words)
-    monkeypatch.setattr(filter_recall, "default_exact_rows", lambda dim: 30)
+    monkeypatch.setattr("dualenc.search.index.open.default_exact_rows", lambda dim: 30)
     run(*words, "--recall", 0.9, "--filters", tmp_path / "workload.jsonl")
     recorded = json.loads((index / "recall.json").read_text())
     assert recorded["low"] >= 0.9

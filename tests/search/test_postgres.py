@@ -97,7 +97,7 @@ def test_a_filter_is_sql(filled: PostgresIndex) -> None:
         "weight IS NULL": rows.weight.isna(),
     }.items():
         expected = {IDS[number] for number in np.flatnonzero(met)}
-        assert {hit.id for hit in filled.search(vectors(1), NUM, filter)[0]} == expected
+        assert {hit.id for hit in filled.search(vectors(1), NUM, filter=filter)[0]} == expected
         assert expected
 
 
@@ -119,7 +119,7 @@ def test_a_filter_is_one_expression_that_only_reads(
     target = filled.target
     execute(target, f"CREATE OR REPLACE FUNCTION writes() RETURNS boolean LANGUAGE sql AS '{body}'")
     with pytest.raises(DualencError, match=message) as error:
-        filled.search(vectors(1), 3, filter)
+        filled.search(vectors(1), 3, filter=filter)
     assert "\n" not in str(error.value)
     assert execute(target, "SELECT count(*) FROM filled") == [(NUM,)]
 
@@ -349,7 +349,9 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
         rows = np.flatnonzero(shares < (float(filter[8:]) if filter else 1))
         for query in queries[1::2][number::3]:
             best = {str(row) for row in rows[np.argsort(-(unit[rows] @ query))[:10]]}
-            recalls.append(len(best & {hit.id for hit in index.search(query, 10, filter)[0]}) / 10)
+            recalls.append(
+                len(best & {hit.id for hit in index.search(query, 10, filter=filter)[0]}) / 10
+            )
     assert measured.recall == pytest.approx(np.mean(recalls), abs=0.003)
     assert measured.low >= 0.9
     assert [result["rows"] for result in measured.filters] == [10, 10, 10]

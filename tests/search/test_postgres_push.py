@@ -84,7 +84,7 @@ def test_rows_of_others_are_said_and_removed_on_request(
     with pytest.raises(DualencError, match="no vector of 'theirs' is stored any more"):
         index.vectors(["theirs"])
     assert push_embeddings(embeddings(), postgres, "more")[1] == 1
-    assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
+    assert "has rows that are not from these embeddings: 1; --replace removes them" in caplog.text
     with pytest.raises(
         DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"
     ):
@@ -147,7 +147,10 @@ def test_the_extension_may_be_in_any_schema(postgres: str, dim: int, kind: Any) 
     assert [hits[0].id for hits in index.search(stored, k=1)] == source.ids
     np.testing.assert_array_equal(index.vectors(source.ids), stored)
     hits = index.search(
-        stored[:1], 9, "year > 5", parse_conditions(["year!=6"], index.column_kinds)
+        stored[:1],
+        9,
+        filter="year > 5",
+        where=parse_conditions(["year!=6"], index.column_kinds),
     )[0]
     assert [hit.id for hit in hits] == ["h"]
     # pgvector is loaded: it refuses a setting that it does not know.
@@ -259,7 +262,7 @@ def test_a_reader_stops_when_other_vectors_are_in_place(tmp_path: Path, postgres
     for stale in (reader, writer):
         for read in (
             lambda stale=stale: stale.search(vectors(1), 3),
-            lambda stale=stale: stale.search(vectors(1), 3, "true", exact=True),
+            lambda stale=stale: stale.search(vectors(1), 3, filter="true", exact=True),
             lambda stale=stale: stale.vectors(IDS[:1]),
             lambda stale=stale: stale.texts_by_id(),
         ):

@@ -82,10 +82,10 @@ def test_a_filter_restricts_the_search(filled: QdrantIndex) -> None:
         (rows.year >= 2019) & rows.lang.isin(["en", "it's"]) & (rows.open == False)  # noqa: E712
     )
     query = vectors(1, seed=100)[0]
-    everything = filled.search(query, NUM, FILTER)[0]
+    everything = filled.search(query, NUM, filter=FILTER)[0]
     assert sorted(hit.id for hit in everything) == sorted(embeddings().ids[row] for row in met)
     best = met[np.argsort(-(vectors()[met] @ query), kind="stable")][:4]
-    assert [hit.id for hit in filled.search(query, 4, FILTER)[0]] == [
+    assert [hit.id for hit in filled.search(query, 4, filter=FILTER)[0]] == [
         embeddings().ids[row] for row in best
     ]
 
@@ -107,7 +107,7 @@ def test_vectors_of_ids(filled: QdrantIndex) -> None:
 @pytest.mark.parametrize("filter", ["year > 1", '{"must": [{"key": 3}]}', '{"must":[' * 3000])
 def test_a_wrong_filter_is_one_line(filled: QdrantIndex, filter: str) -> None:
     with pytest.raises(DualencError, match="the filter is not a Qdrant filter") as error:
-        filled.search(vectors(1), 3, filter)
+        filled.search(vectors(1), 3, filter=filter)
     assert "\n" not in str(error.value)
 
 

@@ -88,7 +88,7 @@ def test_points_of_others_are_said_and_removed_on_request(
     server.upsert("items", [models.PointStruct(id=7, vector=[1.0] * DIM)])
     assert "7" in {hit.id for hit in index.search(np.ones((1, DIM)), 5)[0]}
     assert push()[1] == 0
-    assert "has rows that are not of these embeddings: 1; --replace removes them" in caplog.text
+    assert "has rows that are not from these embeddings: 1; --replace removes them" in caplog.text
     with pytest.raises(
         DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"
     ):
@@ -298,9 +298,9 @@ def test_a_filter_that_the_client_would_round_is_refused(server: Any) -> None:
         with pytest.raises(
             DualencError, match="Qdrant rounds numbers beyond 2\\^53; write --where for that"
         ):
-            index.search(vectors(1), 3, filter)
+            index.search(vectors(1), 3, filter=filter)
     fine = '{"must": [{"key": "year", "range": {"gte": 9007199254740992}}]}'
-    assert index.search(vectors(1), 3, fine) == [[]]
+    assert index.search(vectors(1), 3, filter=fine) == [[]]
 
 
 def test_only_what_may_pass_is_said_to_resume(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ def test_what_conditions_mean() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["year"], "'year' is no condition; write for example"),
-        (["year>2020", "2021"], "'2021' is no condition"),
+        (["year"], "'year' is not a condition; write for example"),
+        (["year>2020", "2021"], "'2021' is not a condition"),
         (["yaer=1"], "no column 'yaer'; there are year, weight, lang, open"),
         (["year=2020.5"], "column 'year' is compared with '2020.5'; give a whole number"),
         (["weight<heavy"], "give a number"),
@@ -70,7 +70,7 @@ def test_what_conditions_mean() -> None:
         (["lang="], "give a text"),
         (["lang>en"], "orders a column of text values"),
         (['lang="Doe, Jane'], "does not end with the quote it begins with"),
-        (['year>=2020,"lang=a, b"'], "is no condition"),
+        (['year>=2020,"lang=a, b"'], "is not a condition"),
     ],
 )
 def test_what_is_no_condition_is_told(words: list[str], message: str) -> None:

@@ -1,4 +1,4 @@
-"""Vectors in PostgreSQL and Qdrant: push, open, search, and measure recall under filters."""
+"""Engines: push vectors to PostgreSQL or Qdrant, search them, and measure filtered recall."""
 
 from dualenc.search.engines.factory import open_engine, push_embeddings
 

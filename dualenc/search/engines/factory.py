@@ -1,4 +1,4 @@
-"""Push embeddings to the engine that a URL names, and open the one that a folder remembers."""
+"""Push embeddings to PostgreSQL or Qdrant by URL, and open what a folder records."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ import numpy as np
 import pyarrow as pa
 from tqdm.auto import tqdm
 
-from dualenc.data.store.identity import digest_of
 from dualenc.data.store.items import check_ids
 from dualenc.data.store.metadata import check_column_names
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.engines.engine import REPLACED, Engine, IndexKind, read_pushed
-from dualenc.search.index.build import Database
+from dualenc.search.engines.engine import (
+    REPLACED,
+    Engine,
+    IndexKind,
+    embeddings_fingerprint,
+    read_pushed,
+)
+from dualenc.search.index.database import Database
 from dualenc.search.index.open import EMBEDDINGS_META
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
@@ -38,28 +43,32 @@ def push_embeddings(
     replace: bool = False,
     progress: bool = False,
 ) -> tuple[Engine, int]:
-    """Send the rows that a table or collection does not hold, and have them indexed.
+    """Send the rows that a table or collection lacks, and have the engine index them.
 
-    Each batch asks which of its ids are stored, so that a broken push resumes, and rows that
-    others have deleted are sent again. Other embeddings are replaced at once, when all new ones
+    Each batch first asks which of its ids are stored, so an interrupted push resumes, and rows that
+    somebody deleted are sent again. Other embeddings are replaced in one step, after all new ones
     are stored beside them.
 
-        engine, sent = push_embeddings(Embeddings.open("emb"), "postgresql://me@localhost/db",
-        "docs")
+        source = Embeddings.open("emb")
+        engine, sent = push_embeddings(source, "postgresql://me@localhost/db", "docs")
 
     Args:
-        embeddings: N vectors; columns stay columns, float16 stays half precision.
+        embeddings: N vectors; their columns become columns, and float16 stays half precision.
         target: URL of a PostgreSQL database, whose password may come from PGPASSWORD or ~/.pgpass,
             or of a Qdrant server, whose key is in the environment variable QDRANT_API_KEY.
-        name: of the collection, or of the table: `papers`, in the first schema of the search path,
+        name: name of the collection or table: `papers` (in the first schema of the search path),
             `schema.papers`, or `"a.b"` for a name with a dot.
-        metric: by default cosine for embeddings that are normalized, and ip for others.
-        index: the kind of pgvector's index; "none" for exact search of all rows.
-        replace: put the embeddings in place of others in the table or collection, and remove rows
-            of others.
+        metric: "cosine" or "ip"; by default cosine if the embeddings are normalized.
+        index: kind of pgvector's index; "none" searches all rows exactly.
+        replace: replace other embeddings in the table or collection, and remove their rows.
+        progress: show a bar.
 
     Returns:
         The engine, and the number of rows sent.
+
+    Raises:
+        DualencError: an argument is invalid, the engine refuses, or the collection holds other
+            embeddings.
     """
     _check_arguments(embeddings, target, name)
     meta = _describe(embeddings, metric) | {"target": target, "collection": name}
@@ -69,6 +78,23 @@ def push_embeddings(
     with engine.transaction() as state:
         if state is None:
             engine.create(embeddings)
+    sent = _send_missing(engine, embeddings, database, progress)
+    with engine.transaction() as state:
+        state = engine.check_state(state, REPLACED)
+        others = engine.count_rows() - len(embeddings)
+        if others > 0 and replace:
+            engine.remove_others(embeddings.ids)
+        elif others > 0:
+            message = "%s: has rows that are not from these embeddings: %s; --replace removes them"
+            logger.warning(message, engine.location, f"{others:,}")
+        engine.finish(state)
+    return engine, sent
+
+
+def _send_missing(
+    engine: Engine, embeddings: Embeddings, database: Database, progress: bool
+) -> int:
+    """Store the rows that are not stored yet, batch by batch; return their number."""
     sent = 0
     start = 0
     with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
@@ -81,27 +107,18 @@ def push_embeddings(
             sent += len(missing)
             start += len(batch)
             bar.update(len(batch))
-    with engine.transaction() as state:
-        state = engine.check_state(state, REPLACED)
-        others = engine.count_rows() - len(embeddings)
-        if others > 0 and replace:
-            engine.remove_others(embeddings.ids)
-        elif others > 0:
-            problem = f"rows that are not of these embeddings: {others:,}"
-            logger.warning("%s: has %s; --replace removes them", engine.location, problem)
-        engine.finish(state)
-    return engine, sent
+    return sent
 
 
 def _missing_rows(engine: Engine, batch: pa.RecordBatch) -> np.ndarray:
-    """The rows (n,) of a batch whose ids are not stored."""
+    """Return the rows (n,) of a batch whose ids are not stored."""
     ids = batch.column("id").to_pylist()
     stored = engine.stored_ids(ids)
     return np.array([row for row, name in enumerate(ids) if name not in stored], dtype=np.int64)
 
 
 def _check_arguments(embeddings: object, target: object, name: object) -> None:
-    """Raise unless embeddings, target and name are of the types that a push takes."""
+    """Raise unless embeddings, target and name have the right types."""
     if not isinstance(embeddings, Embeddings):
         kind = type(embeddings).__name__
         raise DualencError(
@@ -116,12 +133,13 @@ def _check_arguments(embeddings: object, target: object, name: object) -> None:
 
 
 def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
-    """The entries of meta.json on the embeddings."""
+    """Return the entries of meta.json that describe the embeddings."""
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
         check_column_names(embeddings.columns.column_names)
     metric = metric or ("cosine" if embeddings.meta.get("normalized") else "ip")
-    return {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta} | {
+    kept = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
+    return kept | {
         "fingerprint": embeddings_fingerprint(embeddings, metric),
         "count": len(embeddings),
         "dim": embeddings.dim,
@@ -131,26 +149,22 @@ def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
     }
 
 
-def embeddings_fingerprint(embeddings: Embeddings, metric: str) -> str:
-    """The checksum of contents and metric by which a pushed table or collection is known."""
-    contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
-    if contents:
-        return digest_of(metric, sorted(contents))
-    return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))
-
-
 def open_engine(folder: str | os.PathLike[str]) -> Engine:
-    """Open the database that a folder remembers, which `dualenc push` wrote."""
+    """Open the table or collection that a folder written by `dualenc push` records.
+
+    Raises:
+        DualencError: the folder is not one, or the engine cannot be reached or holds other vectors.
+    """
     return _engine_class(read_pushed(folder)["target"]).open(folder)
 
 
 def is_postgres(target: str) -> bool:
-    """True for the URL of a PostgreSQL database, also with the driver that SQLAlchemy wants."""
+    """True for the URL of a PostgreSQL database, also with a driver as SQLAlchemy writes it."""
     return isinstance(target, str) and bool(_POSTGRES.match(target))
 
 
 def _engine_class(target: str) -> Any:
-    """The class of an engine, whose client is optional."""
+    """Import the class of an engine, whose client is an optional dependency."""
     name = "postgres" if is_postgres(target) else "qdrant"
     try:
         module = importlib.import_module(f"dualenc.search.engines.{name}")

@@ -1,10 +1,9 @@
-"""Recall under filters: a search against exact search on a user's own filters, and settings that
-keep it.
+"""Recall under filters: compare search with exact search on a workload, and tune the settings.
 
     workload.jsonl    {"filter": "year >= 2020 AND lang = 'en'"} on each line; "" searches all rows
 
-Filters are SQL for PostgreSQL, JSON for Qdrant, and conditions, `year>=2020, lang=en,de`, for a
-FAISS index. The measurement and its queries are saved in the folder of the engine or index
+Filters are SQL for PostgreSQL, JSON for Qdrant, and conditions such as `year>=2020, lang=en,de` for
+a FAISS index. The measurement and its queries are saved in the folder of the engine or index
 (recall.json, queries.npy).
 """
 
@@ -12,8 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,76 +20,60 @@ import numpy as np
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.readers.lines import read_records
 from dualenc.data.readers.vectors import load_npy
-from dualenc.data.store.vector_shards import Embeddings, is_embeddings
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path, save_array, write_json
 from dualenc.io.reading import read_json_object
-from dualenc.search.engines.engine import RESULT, Engine, is_pushed, refuse_url
-from dualenc.search.engines.factory import embeddings_fingerprint, open_engine
-from dualenc.search.index.filtered import default_exact_rows
+from dualenc.search.engines.engine import (
+    RESULT,
+    Engine,
+    is_pushed,
+    refuse_url,
+    sample_embeddings,
+)
+from dualenc.search.engines.factory import open_engine
 from dualenc.search.index.open import Hit, Index
 from dualenc.search.migration.migration_folder import check_unmigrated
-from dualenc.search.where import meets, parse_conditions
 from dualenc.types import one_or_several
 
 DEPTH = 10
 """k of recall@k."""
 QUERIES = 1000
-"""Half of them choose the settings, the other half measure these."""
+"""Number of queries: half of them choose the settings, the other half measure those."""
 MIN_QUERIES = 20
-"""For each filter."""
-ENGINE_ROWS = 1024
-"""Vectors asked of an engine at once."""
+"""Minimum number of queries per filter, in each half."""
 TIE = 1e-6
-"""A score that is less than this below the k-th exact one is a tie with it."""
+"""A score that is less than this below the k-th exact one ties with it."""
 VECTORS = "queries.npy"
 Z = 1.959964
-"""Quantile of the normal distribution for an interval of 95 %."""
+"""Quantile of the normal distribution for a 95% interval."""
 
 
-class ConditionSearch:
-    """A FAISS index whose filters are conditions, such as "year>=2020, lang=en,de"."""
-
-    def __init__(self, index: Index) -> None:
-        self.index = index
-        self.meta = index.meta
-
-    def close(self) -> None:
-        """An index needs no closing."""
-
-    def search(
-        self, queries: np.ndarray, k: int, filter: str, *, exact: bool = False
-    ) -> list[list[Hit]]:
-        """The nearest items that meet the filter, best first; with `exact` all of them are
-        compared."""
-        allowed = np.ones(len(self.index), bool)
-        if filter:
-            allowed = meets(parse_conditions([filter], self.index.column_kinds), self.index.columns)
-        elif not exact:
-            return self.index.search(queries, k)
-        exact_rows = len(self.index) if exact else None
-        return self.index.search(queries, k, allowed_rows=allowed, exact_rows=exact_rows)
-
-    def ladder(self) -> Iterator[dict[str, Any]]:
-        """Numbers of rows up to which all that meet a filter are compared."""
-        rows = default_exact_rows(self.index.dim)
-        while rows < len(self.index):
-            yield {"exact_rows": rows}
-            rows *= 4
-        yield {"exact_rows": rows}
-
-
-Searched = Engine | ConditionSearch
+Searched = Engine | Index
+"""What recall is measured for: both have `search`, `ladder` and `workload_filter`."""
 
 
 def open_searched(folder: Path) -> Searched:
-    """Open an index, or the engine that a folder remembers."""
+    """Open an index, or the engine that a folder records."""
     refuse_url(folder)
-    return open_engine(folder) if is_pushed(folder) else ConditionSearch(Index.open(folder))
+    return open_engine(folder) if is_pushed(folder) else Index.open(folder)
 
 
 class Measurement(NamedTuple):
-    """Mean recall@10 over n searches with an interval of 95 %, and the means of each filter."""
+    """Mean recall@10 over a number of searches with its 95% interval, and the means per filter.
+
+    A target is met only if the lower end of the interval reaches it.
+
+        measured = tune(Index.open("index"), queries, ["year>=2020"], target=0.95)
+        print(measured.recall, measured.low)
+
+    Attributes:
+        recall: mean recall@10, 0 to 1.
+        low: lower end of the interval.
+        high: upper end of the interval.
+        searches: number of searches.
+        filters: for each filter its recall, mean numbers of rows, and milliseconds per search.
+    """
 
     recall: float
     low: float
@@ -101,31 +83,45 @@ class Measurement(NamedTuple):
 
 
 class Workload:
-    """Queries (Q, D) dealt to F filters in turn, with the exact results of each."""
+    """Assign queries (Q, D) round-robin to F filters, and store the exact results of each.
+
+    `measure` then compares searches with the current settings of the index.
+
+        Workload(Index.open("index"), queries, ["", "year>=2020"]).measure().recall
+
+    Args:
+        index: index or engine to search.
+        queries: (Q, D) vectors.
+        filters: F filters; "" searches all rows.
+
+    Raises:
+        DualencError: no row meets a filter.
+    """
 
     def __init__(self, index: Searched, queries: np.ndarray, filters: Sequence[str]) -> None:
         self.index = index
         self.cases: list[tuple[str, np.ndarray, list[list[Hit]], float]] = []
         for number, filter in enumerate(filters):
             filter_queries = queries[number :: len(filters)]
+            arguments = index.workload_filter(filter)
             begin = time.perf_counter()
-            exact = index.search(filter_queries, DEPTH, filter, exact=True)
+            exact = index.search(filter_queries, DEPTH, exact=True, **arguments)
             milliseconds = 1000 * (time.perf_counter() - begin) / len(filter_queries)
             if not exact[0]:
                 raise DualencError(f"filter {filter[:200]!r}: no row meets it", fix="leave it out")
             self.cases.append((filter, filter_queries, exact, milliseconds))
 
     def measure(self) -> Measurement:
-        """Search with the settings of the index."""
+        """Measure searches with the current settings of the index."""
         recalls: list[float] = []
         results: list[dict[str, Any]] = []
         for filter, queries, exact, exact_milliseconds in self.cases:
             begin = time.perf_counter()
-            hits = self.index.search(queries, DEPTH, filter)
+            hits = self.index.search(queries, DEPTH, **self.index.workload_filter(filter))
             milliseconds = 1000 * (time.perf_counter() - begin) / len(queries)
             filter_recalls = [_recall(*pair) for pair in zip(hits, exact)]
             recalls += filter_recalls
-            result = {
+            entries = {
                 "filter": filter,
                 "recall": float(np.mean(filter_recalls)),
                 "rows": _mean_rows(hits),
@@ -133,49 +129,57 @@ class Workload:
                 "milliseconds": milliseconds,
                 "exact_milliseconds": exact_milliseconds,
             }
-            results.append(result)
+            results.append(entries)
         mean = float(np.mean(recalls))
         low, high = wilson_interval(mean, len(recalls))
         return Measurement(mean, low, high, len(recalls), results)
 
 
 def _mean_rows(results: Sequence[Sequence[Hit]]) -> float:
-    """The mean number of rows that a search returns, as a whole number where it is one."""
+    """Return the mean number of rows that a search returns, as an int if it is whole."""
     mean = float(np.mean([len(hits) for hits in results]))
     return int(mean) if mean.is_integer() else mean
 
 
 def _recall(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
-    """The share of the exact results that a search returns; a tie with the last one counts as
-    it."""
+    """Return the fraction of exact results found; a tie with the last one counts as found."""
     threshold = exact[-1].score - TIE
     return min(sum(hit.score >= threshold for hit in hits) / len(exact), 1.0)
 
 
 def wilson_interval(mean: float, count: int) -> tuple[float, float]:
-    """The score interval of 95 % for the mean of n numbers from 0 to 1 (Wilson 1927,
-    doi:10.2307/2276774).
+    """Return the 95% score interval for the mean of n numbers from 0 to 1.
 
-    It is that of a proportion: numbers from 0 to 1 with the same mean vary at most as much.
+    Source: Wilson 1927, doi:10.2307/2276774. The interval is for proportions and thus conservative
+    here: among numbers from 0 to 1 with a given mean, zeros and ones have the largest variance.
+
+    Args:
+        mean: their mean.
+        count: n.
     """
-    centre = (mean + Z**2 / (2 * count)) / (1 + Z**2 / count)
-    half = Z / (1 + Z**2 / count) * math.sqrt(mean * (1 - mean) / count + Z**2 / (4 * count**2))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    shrinkage = 1 + Z**2 / count
+    center = (mean + Z**2 / (2 * count)) / shrinkage
+    variance = mean * (1 - mean) / count + Z**2 / (4 * count**2)
+    half = Z / shrinkage * math.sqrt(variance)
+    return max(center - half, 0.0), min(center + half, 1.0)
 
 
 def tune(
     index: Searched, queries: np.ndarray, filters: Sequence[str], target: float
 ) -> Measurement:
-    """Choose the cheapest settings whose recall is at least a target by the lower end of its
-    interval.
+    """Choose the cheapest settings whose recall reaches a target, by the lower end of its interval.
 
-    The settings are chosen by the queries (Q, D) of even number and measured by the others: chosen
-    and measured by the same ones they would look better than they are. If none suffice, the last
-    ones stay.
+    Queries of even number choose the settings and those of odd number measure them: measured on the
+    same queries, the settings would look better than they are. If none suffice, the last ones stay.
+
+    Args:
+        index: index or engine, whose `meta["settings"]` are set.
+        queries: (Q, D) vectors.
+        filters: filters of the workload; "" searches all rows.
+        target: recall@10, 0 to 1.
 
     Returns:
-        The measurement of the chosen settings by the queries of odd number; the index's meta holds
-        the settings.
+        The measurement of the chosen settings on the queries of odd number.
     """
     filters = list(one_or_several(filters))
     to_choose = Workload(index, queries[::2], filters)
@@ -190,7 +194,11 @@ def tune(
 
 
 def read_filters(path: str | Path) -> list[str]:
-    """The filters of a workload, a JSON object with `filter` on each line."""
+    """Read the filters of a workload: a JSON object with `filter` on each line.
+
+    Raises:
+        DualencError: a line has no filter, or the file has none at all.
+    """
     filters = []
     bad_rows = BadRows(path)
     for number, record in read_records(Path(path), bad_rows):
@@ -200,7 +208,7 @@ def read_filters(path: str | Path) -> list[str]:
             bad_rows.add("line without a filter", f"{path}:{number}")
     if bad_rows.total or not filters:
         raise DualencError(
-            f"holds {bad_rows.describe() or 'no filters'}",
+            f"contains {bad_rows.describe() or 'no filters'}",
             fix='write {"filter": "year >= 2020"} on each line',
             where=path,
         )
@@ -208,54 +216,40 @@ def read_filters(path: str | Path) -> list[str]:
 
 
 def sample_queries(searched: Searched, folder: str | None, num_filters: int) -> np.ndarray:
-    """Vectors (Q, D) for queries from a folder of embeddings, by default from the searched vectors
-    themselves.
+    """Return vectors (Q, D) to use as queries: at least 1,000, and at least 40 per filter.
 
-    They are 1,000, or 20 to choose settings and 20 to measure for each filter if that is more;
-    where there are fewer vectors, these repeat with other filters.
+    Half of them choose the settings, and half measure. If there are fewer vectors, they repeat with
+    other filters.
+
+    Args:
+        searched: what is measured; its own vectors are the default queries.
+        folder: embeddings to sample the queries from, or None.
+        num_filters: number of filters in the workload.
     """
     count = max(QUERIES, 2 * MIN_QUERIES * num_filters)
-    if folder is None and isinstance(searched, ConditionSearch):
-        rows = np.random.default_rng(0).permutation(len(searched.index))
-        return searched.index.reconstruct(np.resize(rows, count))
-    embeddings = None if folder is None else Embeddings.open(folder)
-    if isinstance(searched, Engine) and embeddings is None:
-        embeddings = _pushed_embeddings(searched)
-        if embeddings is None:
-            ids = sorted(searched.texts_by_id())
-            rows = np.random.default_rng(0).permutation(len(ids))[:count]
-            starts = range(0, len(rows), ENGINE_ROWS)
-            parts = [[ids[row] for row in rows[start : start + ENGINE_ROWS]] for start in starts]
-            vectors = np.concatenate([searched.vectors(part) for part in parts])
-            return vectors[np.resize(np.arange(len(vectors)), count)]
-    assert embeddings is not None
-    rows = np.random.default_rng(0).permutation(len(embeddings))
-    return np.asarray(embeddings.vectors[np.resize(rows, count)], dtype=np.float32)
-
-
-def _pushed_embeddings(engine: Engine) -> Embeddings | None:
-    """The embeddings that were pushed, if their folder is recorded and still has them."""
-    recorded = engine.meta.get("embeddings")
-    if not isinstance(recorded, str) or not is_embeddings(recorded):
-        return None
-    with suppress(DualencError):
-        embeddings = Embeddings.open(recorded)
-        fingerprint = embeddings_fingerprint(embeddings, engine.meta["metric"])
-        return embeddings if fingerprint == engine.items_checksum else None
-    return None
+    if folder is None:
+        return searched.sample_vectors(count)
+    return sample_embeddings(Embeddings.open(folder), count)
 
 
 def tune_folder(
     folder: Path, index: Searched, queries: np.ndarray, filters: Sequence[str], target: float
 ) -> Measurement:
-    """Choose settings as `tune` does, and write them and the measurement into the folder of the
-    index."""
+    """Choose settings like `tune`, and write them and the measurement into the index folder.
+
+    Args:
+        folder: folder of the index or engine.
+        index: the opened index or engine.
+        queries: (Q, D) vectors.
+        filters: filters of the workload; "" searches all rows.
+        target: recall@10, 0 to 1.
+    """
     check_unmigrated(folder)
     measured = tune(index, queries, filters, target)
     meta = read_json_object(folder / "meta.json")
     write_json(folder / "meta.json", meta | {"settings": index.meta["settings"]})
     with atomic_path(folder / VECTORS) as part:
-        # The half that `tune` measures with.
+        # Only the half that `tune` measures with: `measure_again` repeats that.
         save_array(part, queries[1::2])
     entries = {
         "target": target,
@@ -268,12 +262,15 @@ def tune_folder(
 
 
 def measure_again(folder: Path, index: Searched) -> tuple[Measurement, float]:
-    """Repeat the measurement that a folder records; returns it, and the recall that was
-    promised."""
+    """Repeat the measurement that a folder records; return it and the promised recall.
+
+    Raises:
+        DualencError: no recall was measured yet.
+    """
     if not (folder / RESULT).is_file():
         raise DualencError(
             "no recall was measured",
-            fix="measure it on your filters by --filters workload.jsonl",
+            fix="measure it on your filters with --filters workload.jsonl",
             where=folder,
         )
     recorded = read_json_object(folder / RESULT, {"target": float, "filters": list})
