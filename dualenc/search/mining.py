@@ -1,14 +1,13 @@
-"""Hard-negative mining: highly ranked documents that are not judged relevant, with likely false
-negatives removed.
+"""Hard-negative mining: highly ranked documents that are not judged relevant.
 
 For each query: search the nearest documents, drop known positives and their copies, keep a window
-of ranks, and drop candidates that score too close to the positive as likely relevant (Moreira et
-al. 2024, arXiv 2407.15831).
+of ranks, and drop candidates that score too close to the positive, which are likely false negatives
+(Moreira et al. 2024, arXiv 2407.15831).
 
-    .OUT.mining/rows-00000.jsonl    counts of a block of queries, and its lines
+    .OUT.mining/rows-00000.jsonl    counts of a block of queries, then its lines
     .OUT.mining/settings.json       a digest of everything that the rows depend on
 
-A finished block is a file, which the next run skips.
+Each finished block is a file, so an interrupted run resumes at the next block.
 """
 
 from __future__ import annotations
@@ -56,7 +55,25 @@ HASHED_AT_ONCE = 1 << 14
 
 @dataclass
 class Report:
-    """Counts of a mining run."""
+    """Counts of a mining run.
+
+    Queries without negatives are not written.
+
+        report = mine_negatives(queries, documents, pairs, "mined.jsonl")
+        print(report.written, report.false_negatives)
+
+    Attributes:
+        queries: number of queries in the data.
+        written: number of lines written.
+        negatives: number of negatives in those lines.
+        candidates: number of documents in the windows of ranks.
+        known_positives: number of excluded documents up to the ends of the windows.
+        false_negatives: number of candidates above the score limit.
+        repeated: number of candidates that repeat a better one.
+        without_negatives: number of queries for which no candidate was left.
+        fewer_negatives: number of queries with fewer negatives than requested.
+        without_vectors: number of queries that lack a vector, or a positive with one.
+    """
 
     queries: int = 0
     written: int = 0
@@ -81,27 +98,36 @@ def mine_negatives(
     device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> Report:
-    """Mine hard negatives: write each query with its positives, its negatives and all scores, one
-    JSON object a line.
+    """Mine hard negatives, and write them with positives and scores, one JSON object per line.
 
-    An interrupted call is resumed. Processes that all call it, and see the same folder, share the
-    work.
+    The forms are:
 
-        {"query", "pos": [text], "neg": [text], "pos_scores", "neg_scores", "query_id", "pos_id",
-        "neg_id"} {"anchor", "positive", "negative_1", …, "negative_8"}
+        flagembedding            {"query", "pos": [text], "neg": [text], "pos_scores",
+                                  "neg_scores", "query_id", "pos_id", "neg_id"}
+        sentence-transformers    {"anchor", "positive", "negative_1", …, "negative_8"}
 
-    For data of vectors ids replace the texts. The second form has a row for each positive, and
-    leaves out queries with fewer negatives than requested.
+    For data of vectors, ids replace the texts. The second form has a row for each positive, and
+    leaves out queries with fewer negatives than requested. An interrupted call is resumed.
+    Processes that all call it and see the same folder share the work.
+
+        mine_negatives(queries, documents, pairs, "mined.jsonl", rule=Rule(num_negatives=4))
 
     Args:
         queries: (Q, D) vectors of the pairs' left items, by the ids of
             `dualenc.data.corpus.corpora(pairs)`.
         documents: (N, D) vectors of the right items, likewise; both of length one for cosines.
         pairs: texts or vectors with their known positives.
-        device: to search on, see `exact_search`.
+        out: file to write; its suffix is .jsonl, .json or .ndjson.
+        rule: which documents become negatives.
+        form: form of the lines.
+        device: device to search on (`exact_search`).
+        progress: show a bar.
+
+    Raises:
+        DualencError: the data, vectors or output file do not fit.
     """
     rule = rule or Rule()
-    pairs = pairs.relevant()  # what is labelled as no match may be mined
+    pairs = pairs.relevant()  # pairs labeled as non-matching may be mined
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     if queries.dim != documents.dim:
@@ -114,13 +140,7 @@ def mine_negatives(
     folder = _work_folder(target)
     settings = [json.dumps(asdict(rule)), form]
     settings += [pairs.identity(), digest_of(left.ids), digest_of(right.ids)]
-    for source in (queries, documents):
-        # Vectors are identified by the checksums of their files, or by their values.
-        files = source.meta.get("files")
-        settings += [
-            digest_of(source.ids),
-            json.dumps(files) if files else digest_of(*source.blocks()),
-        ]
+    settings += [*_identity(queries), *_identity(documents)]
     fingerprint = {"settings": digest_of(settings)}
     is_main = distributed.is_main()
     path = folder / SETTINGS
@@ -137,16 +157,29 @@ def mine_negatives(
         num_blocks = miner.write_blocks(progress and is_main)
         distributed.barrier()
     report = miner.report(num_blocks)
-    distributed.barrier()  # before the files are removed, every process has read them
+    distributed.barrier()  # every process has read the files before they are removed
     if is_main:
-        with atomic_path(target) as part, open(part, "wb") as stream:
-            for number in range(num_blocks):
-                with open(_block_path(folder, number), "rb") as rows:
-                    rows.readline()  # counts
-                    shutil.copyfileobj(rows, stream)
+        _join_blocks(folder, num_blocks, target)
         remove(folder)
     distributed.barrier()
     return report
+
+
+def _identity(source: Embeddings) -> list[str]:
+    """Return digests of the ids and the vectors of embeddings."""
+    files = source.meta.get("files")
+    # The recorded checksums of files identify vectors without reading them.
+    contents = json.dumps(files) if files else digest_of(*source.blocks())
+    return [digest_of(source.ids), contents]
+
+
+def _join_blocks(folder: Path, num_blocks: int, target: Path) -> None:
+    """Write the lines of all blocks to one file."""
+    with atomic_path(target) as part, open(part, "wb") as stream:
+        for number in range(num_blocks):
+            with open(_block_path(folder, number), "rb") as rows:
+                rows.readline()  # counts
+                shutil.copyfileobj(rows, stream)
 
 
 def _work_folder(target: Path) -> Path:
@@ -154,7 +187,7 @@ def _work_folder(target: Path) -> Path:
 
 
 def _is_work(folder: Path) -> bool:
-    """Whether a folder is empty, or holds what an interrupted call has left, and nothing else."""
+    """True if a folder is empty, or holds only what an interrupted call left."""
     if not folder.is_dir():
         return False
     names = set(os.listdir(folder))
@@ -168,8 +201,14 @@ def _is_work(folder: Path) -> bool:
 
 
 def check_mined(path: str | os.PathLike[str]) -> None:
-    """Refuse a file, or its work folder, that exists, is not empty, and that others have
-    written."""
+    """Raise unless mined negatives may be written to a path.
+
+    Args:
+        path: output file; its work folder is checked, too.
+
+    Raises:
+        DualencError: the suffix is wrong, or a file or folder exists that mining did not write.
+    """
     check_outside(path)
     check_file_target(path)
     if Path(path).suffix not in SUFFIXES:
@@ -193,12 +232,23 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         names <= keys for names in ({"query_id", "pos_id"}, {"anchor", "positive", "negative_1"})
     ):
         raise DualencError(
-            "exists and holds no mined negatives", fix="choose another file to write", where=path
+            "already exists and was not written by `dualenc mine`",
+            fix="choose another output file",
+            where=path,
         )
 
 
 def check_modalities(left: Corpus, right: Corpus, form: Form) -> None:
-    """Refuse pairs whose items the rows of mined negatives cannot hold."""
+    """Raise if the rows of mined negatives cannot represent the items.
+
+    Args:
+        left: the queries.
+        right: the documents.
+        form: form of the rows.
+
+    Raises:
+        DualencError: the data has images, or vectors in a form of texts.
+    """
     modalities = (left.modality, right.modality)
     if "image" in modalities:
         raise DualencError(
@@ -212,8 +262,19 @@ def check_modalities(left: Corpus, right: Corpus, form: Form) -> None:
 def paired_scores(
     queries: Vectors, query_rows: np.ndarray, documents: Vectors, document_rows: np.ndarray
 ) -> np.ndarray:
-    """(n,) float32 scores of n pairs: the products of rows (n,) of queries and of documents."""
+    """Return the inner products (n,) float32 of n pairs of rows.
+
+    Args:
+        queries: (Q, D) vectors.
+        query_rows: (n,) row of each pair's query.
+        documents: (N, D) vectors.
+        document_rows: (n,) row of each pair's document.
+
+    Raises:
+        DualencError: a score is not finite.
+    """
     scores = np.empty(len(query_rows), np.float32)
+    # In blocks, because both matrices may be memory-mapped and larger than memory.
     for start in range(0, len(scores), PAIRS_PER_BLOCK):
         block = slice(start, start + PAIRS_PER_BLOCK)
         left = np.asarray(queries[query_rows[block]], np.float32)
@@ -227,33 +288,44 @@ def paired_scores(
 class Exclusions:
     """The documents that cannot be negatives of a query.
 
-    They are the positives of all queries with its contents, the copies of those, and documents that
-    repeat the query.
+    They are the positives of all queries with the same contents, copies of those, and documents
+    that repeat the query.
+
+        exclusions = Exclusions(pairs, *corpora(pairs))
+        exclusions.of_query(0)  # right ids
+
+    Args:
+        pairs: the known positives.
+        left: the queries.
+        right: the documents.
+
+    Attributes:
+        group: (num_right,) content group of each document; copies share one.
     """
 
     def __init__(self, pairs: PairDataset, left: Corpus, right: Corpus) -> None:
         left_hashes = _content_hashes(left)
         contents, self.group = np.unique(_content_hashes(right), return_inverse=True)
         self._copies = Ragged.from_pairs(self.group, np.arange(len(right)), len(contents))
-        # Queries of equal contents under several ids are one query, with the positives of all of
-        # them.
+        # Queries with the same contents under several ids share their positives.
         groups, self._query_group = np.unique(left_hashes, return_inverse=True)
         self._positives = Ragged.from_pairs(
             self._query_group[pairs.left_id], pairs.right_id, len(groups)
         )
-        # (num_left,) group of the documents that repeat a query, or -1.
+        # (num_left,) content group of the documents that repeat a query, or -1.
         self._repeated = np.full(len(left), -1)
         if left.modality == right.modality == "text":
             places = np.searchsorted(contents, left_hashes).clip(max=len(contents) - 1)
             self._repeated = np.where(contents[places] == left_hashes, places, -1)
-        # Only in BEIR do the ids of both sides name the same things.
+        # In BEIR collections a document with the id of the query is the query itself (as in
+        # ArguAna). In other data equal ids of both sides are unrelated.
         self._left_ids = left.ids
-        self._right_of_id = (
-            {name: i for i, name in enumerate(right.ids)} if hasattr(pairs, "queries") else {}
-        )
+        self._right_of_id: dict[str, int] = {}
+        if hasattr(pairs, "queries"):
+            self._right_of_id = {name: row for row, name in enumerate(right.ids)}
 
     def of_query(self, query: int) -> np.ndarray:
-        """Right ids, ascending, that are no candidates for a left id."""
+        """Return the right ids, ascending, that cannot be negatives of a left id."""
         groups = self.group[self._positives.row(self._query_group[query])]
         if self._repeated[query] >= 0:
             groups = np.append(groups, self._repeated[query])
@@ -262,12 +334,6 @@ class Exclusions:
         if namesake is not None:
             ids.append(np.array([namesake]))
         return np.unique(np.concatenate(ids))
-
-    def repeats(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) bool, which right items (n,) have the contents of one before them."""
-        is_copy = np.ones(len(ids), bool)
-        is_copy[np.unique(self.group[ids], return_index=True)[1]] = False
-        return is_copy
 
 
 def _content_hashes(corpus: Corpus) -> np.ndarray:
@@ -288,10 +354,27 @@ def _block_path(folder: Path, number: int) -> Path:
 
 @dataclass(eq=False)
 class NegativeSearch:
-    """The negatives of queries: an exact search among the documents, and the rule.
+    """Finds the negatives of queries by exact search among the documents, and a rule.
+
+    Blocks of queries are independent, so processes can share them.
+
+        for block in search.blocks():
+            for query, negatives in search.choose(block):
+                print(query, negatives.ids)
+
+    Args:
+        queries: vectors of the left items.
+        documents: vectors of the right items.
+        pairs: known positives.
+        left: the queries.
+        right: the documents.
+        rule: which documents become negatives.
+        exclusions: documents that cannot be negatives.
+        device: device to search on.
 
     Attributes:
         query_ids: (Q,) left ids, ascending, of queries that have a vector and a positive with one.
+        pair_scores: (M,) score of each known pair, NaN without vectors.
     """
 
     queries: Embeddings
@@ -328,30 +411,32 @@ class NegativeSearch:
         self._pairs_of = Ragged.from_pairs(pairs.left_id, np.arange(len(pairs)), len(self.left))
 
     def blocks(self) -> list[list[int]]:
-        """The query ids in blocks that are searched at once, the same for any number of
-        processes."""
+        """Return the query ids in blocks to search at once.
+
+        They are the same for any number of processes, so that a run may resume with another one.
+        """
         starts = range(0, len(self.query_ids), QUERIES_PER_BLOCK)
         return [self.query_ids[start : start + QUERIES_PER_BLOCK].tolist() for start in starts]
 
     def choose(self, queries: list[int]) -> Iterator[tuple[int, Negatives]]:
-        """The negatives of each query of a block."""
-        depth = min(search_depth(queries, self.exclusions, self.rule), len(self.documents))
+        """Yield each query of a block with its negatives."""
+        excluded = [self.exclusions.of_query(query) for query in queries]
+        depth = min(search_depth(excluded, self.rule), len(self.documents))
         vectors = np.asarray(self.queries.vectors[self._left_row[queries]], np.float32)
         with distributed.single_process():
             columns = exact_search(vectors, self.documents.vectors, depth, device=self.device)[1]
-        for query, vector, nearest in zip(queries, vectors, columns):
-            # Scored one query at a time: the result does not depend on the blocks.
+        for query, vector, nearest, own_excluded in zip(queries, vectors, columns, excluded):
+            # Score one query at a time: a matrix product rounds differently for other block sizes.
             scores = np.asarray(self.documents.vectors[nearest], np.float32) @ vector
             order = np.argsort(-scores, kind="stable")
             ids = self._right_id[nearest[order]]
             positives = self.pair_scores[self.scored_pairs(query)]
-            yield (
-                query,
-                choose_negatives(query, ids, scores[order], positives, self.exclusions, self.rule),
-            )
+            candidates = (ids, scores[order], positives)
+            groups = self.exclusions.group
+            yield query, choose_negatives(query, *candidates, own_excluded, groups, self.rule)
 
     def scored_pairs(self, query: int) -> np.ndarray:
-        """The pairs of a left item with a score, each positive once with the first of its pairs."""
+        """Return the scored pairs of a left item; each positive counts once, by its first pair."""
         pairs = self._pairs_of.row(query)
         first = np.unique(self.pairs.right_id[pairs], return_index=True)[1]
         pairs = pairs[np.sort(first)]
@@ -360,13 +445,14 @@ class NegativeSearch:
 
 @dataclass(eq=False)
 class _Miner:
+    """Writes the mined negatives of blocks of queries to a work folder."""
+
     search: NegativeSearch
     form: Form
     folder: Path
 
     def write_blocks(self, progress: bool) -> int:
-        """Write the unfinished blocks of queries of this process; returns the number of blocks of
-        all processes."""
+        """Write this process's unfinished blocks; return the number of blocks of all processes."""
         blocks = self.search.blocks()
         own = range(distributed.rank(), len(blocks), distributed.world_size())
         total = sum(len(blocks[number]) for number in own)
@@ -383,7 +469,7 @@ class _Miner:
         return len(blocks)
 
     def report(self, num_blocks: int) -> Report:
-        """The counts of all blocks, once they are finished."""
+        """Sum the counts of all blocks, which must be finished."""
         report = Report(queries=len(distinct(self.search.pairs.left_id)))
         report.without_vectors = report.queries - len(self.search.query_ids)
         for number in range(num_blocks):
@@ -393,8 +479,8 @@ class _Miner:
         return report
 
     def _rows(self, queries: list[int], report: Report) -> list[dict[str, Any]]:
-        """The lines of a block of left ids, counted in `report`."""
-        # Columns of a table hold a value in every row.
+        """Return the lines of a block of left ids, and count them in `report`."""
+        # sentence-transformers reads a table, whose columns need a value in every row.
         num_negatives = self.search.rule.num_negatives
         fewest = num_negatives if self.form == "sentence-transformers" else 1
         rows = []
@@ -413,8 +499,7 @@ class _Miner:
         return rows
 
     def _lines(self, query: int, negatives: Negatives) -> list[dict[str, Any]]:
-        """The JSON objects of a query: a row for each positive for sentence-transformers, else
-        one."""
+        """Return the JSON objects of a query: one, or one per positive (sentence-transformers)."""
         left = self.search.left
         right = self.search.right
         pairs = self.search.scored_pairs(query)

@@ -115,7 +115,7 @@ def test_mistakes_are_told(
     )
     assert not list(tmp_path.iterdir())
     (tmp_path / "mined.jsonl").write_text('{"query": "q", "pos": ["years of work"], "neg": []}\n')
-    assert "exists and holds no mined negatives" in failure(capsys, *words)
+    assert "already exists and was not written by `dualenc mine`" in failure(capsys, *words)
 
 
 @pytest.mark.slow

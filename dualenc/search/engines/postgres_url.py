@@ -1,8 +1,8 @@
-"""URLs of PostgreSQL databases: as libpq reads them, and without secrets for messages and files.
+"""URLs of PostgreSQL databases, in libpq's form to connect and without secrets for messages.
 
-A URL may be one of SQLAlchemy or Django (`postgresql+psycopg://`, `postgres://`). The last @ before
-the path ends the credentials, as in other URLs; libpq takes the first one, and the rest of the
-password for the host.
+URLs in the form of SQLAlchemy or Django (`postgresql+psycopg://`, `postgres://`) are accepted. The
+last @ before the path ends the credentials, as in other URLs; libpq would end them at the first one
+and read the rest of the password as the host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ _PARTS = re.compile(
 )
 _HOST = r"(?:\[[^\[\]]*\]|[^:\[\],]*)(?::\d*)?"
 _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
-# libpq's own parameters that hold no secret, and the `ssl=true` of JDBC, which it understands.
+# libpq marks parameters with secrets by a nonempty `dispchar`. It also understands JDBC's `ssl=true`,
+# which it does not list.
 _OPTIONS = Conninfo.get_defaults()
 _KNOWN = {option.keyword.decode() for option in _OPTIONS} | {"ssl"}
 _PLAIN = {option.keyword.decode() for option in _OPTIONS if not option.dispchar} | {"ssl"}
 
 
 class _Url(NamedTuple):
-    """The parts of a URL as they are written; `parameters` are those of the query."""
+    """The parts of a URL, still percent-encoded; `parameters` are those of the query."""
 
     scheme: str
     user: str
@@ -39,7 +40,7 @@ class _Url(NamedTuple):
     parameters: list[str]
 
     def written(self, scheme: str) -> str:
-        """The URL with a scheme."""
+        """Return the URL with the given scheme."""
         password = "" if self.password is None else f":{self.password}"
         user = f"{self.user}{password}@" if self.user or password else ""
         query = f"?{'&'.join(self.parameters)}" if self.parameters else ""
@@ -47,25 +48,32 @@ class _Url(NamedTuple):
 
 
 def libpq_url(target: str) -> str:
-    """Return a URL that libpq reads as it was meant, with the password."""
+    """Return the URL with its password, in a form that libpq parses as intended.
+
+    Args:
+        target: URL as typed.
+
+    Raises:
+        DualencError: it is not a URL of PostgreSQL, or has unknown parameters.
+    """
     url = _parse(target).written("postgresql")
     try:
         conninfo_to_dict(url)
     except psycopg.Error:
-        # libpq's message may hold a part of the password.
+        # Do not chain: libpq's message may contain a part of the password.
         raise _unreadable() from None
     return url
 
 
 def without_secrets(target: str) -> str:
-    """Return the URL as it was typed, without passwords, which libpq marks in its parameters."""
+    """Return the URL as typed, without the password and other secret parameters."""
     url = _parse(target)
     plain = [part for part in url.parameters if _name(part) in _PLAIN]
     return url._replace(password=None, parameters=plain).written(url.scheme)
 
 
 def connection_of(target: str) -> dict[str, Any]:
-    """Return the parameters of a connection, which two ways to write a URL have in common."""
+    """Return the connection parameters, which are equal for two spellings of the same URL."""
     return dict(conninfo_to_dict(libpq_url(without_secrets(target))))
 
 
@@ -74,12 +82,13 @@ def _parse(target: str) -> _Url:
     if parts is None:
         raise _unreadable()
     credentials, _, hosts = parts["authority"].rpartition("@")
-    # With an @ further on, a password is not written as a URL wants it: what is the host?
+    # An @ after the host means an unescaped password with a slash, so the host is ambiguous.
     if not _HOSTS.fullmatch(hosts) or "@" in parts["path"]:
         raise _unreadable()
     user, colon, password = credentials.replace("@", "%40").partition(":")
     parameters = [part for part in (parts["query"] or "").split("&") if part]
     unknown = [_name(part) for part in parameters if _name(part) not in _KNOWN]
+    # Only name parameters in the error if they cannot be a part of an unescaped password.
     if unknown and "@" not in (parts["query"] or "") and all("=" in part for part in parameters):
         raise DualencError(
             f"TARGET has parameters that PostgreSQL does not know: {', '.join(unknown)[:80]}",

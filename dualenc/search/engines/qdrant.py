@@ -1,8 +1,7 @@
-"""Qdrant: push embeddings to a collection of a server, and search it with conditions and Qdrant's
-own filters.
+"""Qdrant: push embeddings to a collection, and search it with conditions or Qdrant's filters.
 
-The name of a pushed collection is an alias. Other embeddings fill a collection beside the one that
-it stands for, until the alias is given to it.
+The name of a pushed collection is an alias. New embeddings fill a second collection, and the alias
+is then switched to it in one step.
 """
 
 from __future__ import annotations
@@ -28,25 +27,37 @@ from qdrant_client.http.exceptions import ResponseHandlingException
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.terminal import without_credentials
-from dualenc.search.engines.engine import REPLACED, Engine, Rows, Settings, State
+from dualenc.search.engines.engine import REPLACED, RESUME, Engine, Rows, Settings, State
 from dualenc.search.where import Condition
 from dualenc.types import check_several
 
 API_KEY = "QDRANT_API_KEY"
-"""Environment variable with the key of a server."""
+"""Environment variable with the API key of a server."""
 POINT_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_OID, "dualenc")
-"""Qdrant names points by numbers or UUIDs: an item's point is UUID 5 of its id in this
+"""Qdrant identifies points by numbers or UUIDs: an item's point is the UUID 5 of its id in this
 namespace."""
 PAYLOAD_INDEXES = {"text": "keyword", "integer": "integer", "number": "float", "truth": "bool"}
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 MAX_EXACT = 1 << 53
-"""Qdrant orders numbers as doubles, which are exact up to here."""
+"""Qdrant compares numbers as doubles, which represent all integers up to here."""
 INTEGERS = range(-(1 << 63), 1 << 63)
 FILTER_EXAMPLE = '{"must": [{"key": "year", "range": {"gte": 2020}}]}'
 
 
 class QdrantIndex(Engine):
-    """A Qdrant collection searched by vectors."""
+    """A Qdrant collection, searched by vectors.
+
+    A folder records it, see `dualenc.search.engines.open_engine`.
+
+        engine, sent = push_embeddings(embeddings, "http://localhost:6333", "papers")
+        hits = engine.search(vectors, k=5, filter='{"must": [{"key": "year", "match": {"value": 1}}]}')
+
+    Args:
+        meta: entries of meta.json, see `Engine`.
+
+    Raises:
+        DualencError: the name or the URL is invalid, or the URL contains a key.
+    """
 
     batch_rows = 1024
 
@@ -58,20 +69,18 @@ class QdrantIndex(Engine):
             )
         super().__init__(meta)
         self.collection: str = meta["collection"]
-        # The client would unpickle what a folder holds, which can run code.
+        # Without a URL the client opens a local folder, and unpickles files, which can run code.
         if not meta["target"].startswith(("http://", "https://")):
-            examples = "postgresql://user@host/database or http://localhost:6333"
-            shown = without_credentials(meta["target"])
             raise DualencError(
                 "is not the URL of PostgreSQL or a Qdrant server",
-                fix=f"write {examples}",
-                where=shown,
+                fix="write postgresql://user@host/database or http://localhost:6333",
+                where=without_credentials(meta["target"]),
             )
         if "@" in meta["target"] or urlsplit(meta["target"]).query:
             raise DualencError(
-                "the URL of the server carries a key or query", fix=f"set {API_KEY} instead"
+                "the URL of the server contains a key or query", fix=f"set {API_KEY} instead"
             )
-        # The same for all pushes of the same embeddings, so that a killed one resumes.
+        # Derived from the embeddings, so that a repeated push resumes a killed one.
         self.beside = f"{self.collection}-{self.items_checksum[:12]}"
         self.filled = self.collection
         key = os.environ.get(API_KEY) or None
@@ -109,7 +118,7 @@ class QdrantIndex(Engine):
                 points = self.client.query_points(
                     self.collection, vector, with_payload=payload, **options
                 ).points
-            # Points of others may have no payload.
+            # Points that others added may lack a payload.
             yield [
                 (point.score, {"id": str(point.id), **(point.payload or {})}) for point in points
             ]
@@ -133,15 +142,16 @@ class QdrantIndex(Engine):
             return {"key": key, "range": {RANGES[condition.operator]: value}}
         tests: list[Any] = [{"match": {"value": value}} for value in condition.values]
         if self.column_kinds[key] == "number":
-            # Qdrant matches no fractions.
+            # Qdrant's match only takes integers, texts and booleans, so use a range of one number.
             tests = [{"range": {"gte": value, "lte": value}} for value in condition.values]
         equal = [{"key": key, **test} for test in tests]
         if condition.operator == "=":
             return {"should": equal}
+        # `must_not` alone would also return points without a value.
         return {"must_not": [*equal, {"is_empty": {"key": key}}]}
 
     def check_filter(self, filter: str) -> Any:
-        """A filter as the client's own class, which refuses what it does not define."""
+        """Parse a filter with the client's own class, which rejects unknown fields."""
         try:
             _check_ranges(json.loads(filter))
             return models.Filter.model_validate_json(filter)
@@ -173,7 +183,7 @@ class QdrantIndex(Engine):
         return texts
 
     def _scroll(self, name: str, payload: list[str]) -> Iterator[list[Any]]:
-        """All points of a collection, in batches."""
+        """Yield all points of a collection in batches, with some fields of their payload."""
         offset = None
         while True:
             with self.one_line_errors():
@@ -189,7 +199,7 @@ class QdrantIndex(Engine):
         yield {"exact": True}
 
     def exclusive(self) -> AbstractContextManager[None]:
-        # Qdrant has none: pushes at the same time store the same points.
+        # Qdrant has no locks. Simultaneous pushes of the same embeddings write the same points.
         return nullcontext()
 
     def fill(self, *, beside: bool) -> State | None:
@@ -205,16 +215,15 @@ class QdrantIndex(Engine):
         metadata = {"dualenc": self.items_checksum, "dualenc_alias": self.collection}
         if self.replaces:
             self._delete_abandoned()
-        with self.one_line_errors("the same command again resumes"):
+        with self.one_line_errors(RESUME):
             self.client.create_collection(self.filled, vectors, metadata=metadata)
-            # Before the vectors: only a graph that is built after it has links for filtered
-            # searches.
+            # Create payload indexes before adding vectors: Qdrant adds the graph links that
+            # filtered searches need only for indexes that exist when the graph is built.
             for name, kind in self.column_kinds.items():
                 self.client.create_payload_index(self.filled, name, PAYLOAD_INDEXES[kind])
 
     def _delete_abandoned(self) -> None:
-        """Delete what pushes of other embeddings left beside the collection; a living one
-        notices."""
+        """Delete what pushes of other embeddings left; one that is still running notices."""
         with self.one_line_errors():
             names = [each.name for each in self.client.get_collections().collections]
         for name in names:
@@ -222,7 +231,7 @@ class QdrantIndex(Engine):
                 self._delete_own(name)
 
     def _delete_own(self, name: str) -> None:
-        """Delete a collection that was made for this alias, and no other."""
+        """Delete a collection if it was made for this alias; leave all others."""
         with self.one_line_errors():
             if not self.client.collection_exists(name):
                 return
@@ -231,7 +240,7 @@ class QdrantIndex(Engine):
                 self.client.delete_collection(name)
 
     def _collection_of_alias(self) -> str | None:
-        """The collection that the name stands for; None if it is no alias."""
+        """Return the collection that the name is an alias of, or None."""
         with self.one_line_errors():
             aliases = self.client.get_aliases().aliases
         of_alias = {each.alias_name: each.collection_name for each in aliases}
@@ -239,14 +248,14 @@ class QdrantIndex(Engine):
 
     def stored_ids(self, ids: Sequence[str]) -> set[str]:
         name_of = {_point(name): name for name in ids}
-        with self.one_line_errors("the same command again resumes"):
+        with self.one_line_errors(RESUME):
             points = self.client.retrieve(
                 self.filled, list(name_of), with_payload=False, with_vectors=False
             )
         return {name_of[str(point.id)] for point in points}
 
     def count_rows(self) -> int:
-        with self.one_line_errors("the same command again resumes"):
+        with self.one_line_errors(RESUME):
             return int(self.client.count(self.filled, exact=True).count)
 
     def remove_others(self, ids: Sequence[str]) -> None:
@@ -254,44 +263,46 @@ class QdrantIndex(Engine):
         others = []
         for points in self._scroll(self.filled, []):
             others += [point.id for point in points if str(point.id) not in kept]
-        with self.one_line_errors("the same command again resumes"):
+        with self.one_line_errors(RESUME):
             self.client.delete(self.filled, models.PointIdsList(points=others), wait=True)
 
     def add(self, batch: pa.RecordBatch, vectors: np.ndarray) -> None:
         payloads = []
         for row in batch.drop_columns(["vector"]).to_pylist():
-            # Filters of Qdrant tell a null from an absent value.
+            # Drop missing values: Qdrant distinguishes null from absent values.
             payloads.append({name: value for name, value in row.items() if value is not None})
         points = [_point(row["id"]) for row in payloads]
         try:
-            with self.one_line_errors("the same command again resumes"):
-                # A server takes 32 MiB at once, and a number is up to 24 bytes of JSON: enough for
-                # 5,000 dimensions.
+            with self.one_line_errors(RESUME):
+                # A server accepts 32 MiB per request, and a number takes up to 24 bytes of JSON:
+                # 256 vectors fit up to 5,000 dimensions.
                 options: dict[str, Any] = {"batch_size": 256, "max_retries": 4, "wait": True}
                 self.client.upload_collection(self.filled, vectors, payloads, points, **options)
         except DualencError:
+            # If another push removed the collection, report that instead.
             self.check_state(self._state_of(self.filled), REPLACED)
             raise
 
     def finish(self, state: State) -> None:
-        """Wait until the server has built the graph, and give the collection its name."""
-        with self.one_line_errors("the same command again resumes"):
+        """Wait until the server has built the graph, then switch the alias."""
+        with self.one_line_errors(RESUME):
             while self.client.get_collection(self.filled).status == "yellow":
                 time.sleep(0.2)
         if self.filled == self.beside:
             self._swap()
 
     def _swap(self) -> None:
-        """Let the name stand for the filled collection, and delete the one that it stood for."""
+        """Point the alias to the filled collection, and delete the one that it pointed to."""
         old = self._collection_of_alias()
         create = models.CreateAlias(collection_name=self.filled, alias_name=self.collection)
         changes: list[Any] = [models.CreateAliasOperation(create_alias=create)]
         if old is not None:
             delete = models.DeleteAlias(alias_name=self.collection)
             changes.insert(0, models.DeleteAliasOperation(delete_alias=delete))
-        with self.one_line_errors("the same command again resumes"):
+        with self.one_line_errors(RESUME):
             if old is None:
-                # Of an earlier version: an alias cannot have the name of a collection.
+                # Earlier versions gave the name to the collection itself, and an alias cannot have
+                # the name of a collection.
                 self.client.delete_collection(self.collection)
             self.client.update_collection_aliases(changes)
         if old is not None:
@@ -300,8 +311,11 @@ class QdrantIndex(Engine):
 
     @contextmanager
     def one_line_errors(self, resume: str = "") -> Iterator[None]:
-        """Turn the client's errors, of many types, into one line; its warnings are for
-        developers."""
+        """Report the client's errors, of many types, in one line, and hide its warnings.
+
+        Args:
+            resume: how to resume after an error that may pass.
+        """
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -316,35 +330,34 @@ class QdrantIndex(Engine):
                     fix=f"set {API_KEY} to one that may do it",
                     where=self.location,
                 ) from error
-            # Without an answer, or with one that does not blame the request, another try may do.
-            passes = (
-                isinstance(error, ResponseHandlingException)
-                or status == 429
-                or (status or 0) >= 500
-            )
-            remedy = resume if passes else ""
+            # Retrying may help if there was no response, or one that does not blame the request.
+            is_lost = isinstance(error, ResponseHandlingException)
+            is_temporary = is_lost or status == 429 or (status or 0) >= 500
+            remedy = resume if is_temporary else ""
             raise DualencError(_line(error), fix=remedy, where=self.location) from error
 
 
 def _large_range(key: str, operator: str, value: int) -> dict[str, Any]:
-    """A filter for integers beyond 2^53: those near the value one by one, others by a double.
+    """Return a filter that orders integers beyond 2^53 exactly, although Qdrant rounds them.
 
-    It is two steps of doubles away: what is beyond it is so after rounding, too.
+    Integers near the value are matched one by one. All others are compared with a double that is
+    two rounding steps away, so that rounding cannot move them across it.
     """
     sign = 1 if operator in (">", ">=") else -1
+    # ulp: distance between neighboring doubles at this magnitude.
     step = int(math.ulp(float(value)))
     far = int(float(value)) + sign * 2 * step
     first = value if operator in (">=", "<=") else value + sign
     near = [each for each in range(first, far, sign) if each in INTEGERS]
     tests = [{"key": key, "match": {"any": near}}]
-    # A bound outside would be taken for the last integer.
+    # Qdrant would clip a bound outside of int64 to the last integer, which may match.
     if far in INTEGERS:
         tests.append({"key": key, "range": {RANGES[">=" if sign > 0 else "<="]: float(far)}})
     return {"should": tests}
 
 
 def _check_ranges(part: Any) -> None:
-    """Refuse bounds of a filter that the client would round to doubles."""
+    """Raise for bounds in a filter that the client would round to doubles."""
     children: Iterable[Any] = part if isinstance(part, list) else ()
     if isinstance(part, dict):
         bounds = part.get("range")
