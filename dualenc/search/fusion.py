@@ -1,4 +1,4 @@
-"""Rank fusion: several rankings of one query become one."""
+"""Rank fusion: combine several rankings of the same query."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dualenc.errors import DualencError
 
 Fusion = Literal["rrf", "weighted"]
 RRF_K = 60
-"""The constant of reciprocal rank fusion that its authors chose."""
+"""The constant of reciprocal rank fusion, as its authors chose it."""
 FUSION_DEPTH = 100
-"""Candidates of each ranking that are fused, unless more results are requested."""
+"""Candidates of each ranking to fuse, unless more results are requested."""
 
 
 def fuse(
@@ -20,18 +20,31 @@ def fuse(
     *,
     weights: Sequence[float] | None = None,
 ) -> list[tuple[str, float]]:
-    """Rank fusion: combine rankings of the same query, best first, with weights (R,), by default
-    equal ones.
+    """Combine R rankings of the same query.
 
-    "rrf" adds 1 / (60 + rank) over the R rankings, whatever the scores (Cormack, Clarke & Büttcher
-    2009, SIGIR); each is multiplied by its weight, divided by the mean weight. "weighted" adds w ·
-    (score − lowest) / (highest − lowest) of each ranking, by default with w = 1 / R (Bruch, Gai &
-    Ingber 2023, arXiv 2210.11934). Ties are in descending order of ids, as trec_eval orders them.
+    "rrf" sums 1 / (60 + rank) over the rankings and ignores their scores (Cormack, Clarke &
+    Büttcher 2009, SIGIR); each term is multiplied by its weight divided by the mean weight.
+    "weighted" sums w · (score − lowest) / (highest − lowest), by default with w = 1 / R (Bruch, Gai
+    & Ingber 2023, arXiv 2210.11934).
+
+        fuse([[("d1", 0.9), ("d2", 0.7)], [("d2", 11.0)]], "rrf")
+
+    Args:
+        rankings: R rankings of ids with scores, best first.
+        method: "rrf" or "weighted".
+        weights: (R,) weights; by default equal ones.
+
+    Returns:
+        Ids with fused scores, best first; ties by descending id, like trec_eval.
+
+    Raises:
+        DualencError: the method is unknown, or the weights are invalid.
     """
     weights = [1 / len(rankings)] * len(rankings) if weights is None else list(weights)
+    # The bounds of the sum also reject NaN.
     are_good = (
         len(weights) == len(rankings)
-        and all(w >= 0 for w in weights)
+        and all(weight >= 0 for weight in weights)
         and 0 < sum(weights) < float("inf")
     )
     if method not in get_args(Fusion) or not are_good:
@@ -43,7 +56,7 @@ def fuse(
     fused: dict[str, float] = {}
     for ranking, weight in zip(rankings, weights):
         if method == "rrf":
-            # Of equal weights, whatever their sum, the published sum.
+            # Divide by the mean weight, so that equal weights of any sum give the published score.
             shares = [1 / (mean_weight * (RRF_K + rank)) for rank in range(1, len(ranking) + 1)]
         else:
             shares = _min_max([score for _, score in ranking])
@@ -53,7 +66,7 @@ def fuse(
 
 
 def _min_max(scores: list[float]) -> list[float]:
-    """Min-max normalisation to [0, 1]; equal scores all become 1."""
+    """Normalize scores to [0, 1] by minimum and maximum; equal scores all become 1."""
     lowest = min(scores, default=0.0)
     spread = max(scores, default=0.0) - lowest
     return [(score - lowest) / spread if spread > 0 else 1.0 for score in scores]

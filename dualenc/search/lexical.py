@@ -1,14 +1,14 @@
-"""BM25 index over an index's texts, for hybrid searches.
+"""BM25 index over the texts of an index, for hybrid search.
 
     bm25/    files of bm25s, and meta.json with their checksums and that of the index's ids
 
-The folder is inside that of the index. A changed index gets a new one with its texts.
+The folder is inside that of the index. If the index changes, it is rebuilt from the texts.
 
-Terms are words of any length, as Unicode's NFKC_Casefold writes them: without case, soft hyphens,
-zero-width spaces and joiners; i with the dot of the Turkish capital is i. English stop words are
-left out, nothing is stemmed. Scripts without spaces, and Hangul for its particles, are split into
-pairs of neighbouring characters, as by Lucene's CJK analyzer; a document's single characters are
-terms as well, for queries of one character.
+Terms are words of any length in Unicode's NFKC_Casefold form: without case, soft hyphens,
+zero-width spaces and joiners; i with the dot of the Turkish capital becomes i. English stop words
+are dropped, and nothing is stemmed. Scripts without spaces, and Hangul because of its particles,
+are split into overlapping pairs of characters, as in Lucene's CJK analyzer; single characters of
+documents are terms as well, for queries of one character.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ from dualenc.types import check_several
 FOLDER = "bm25"
 FORMAT = "dualenc bm25"
 VERSION = 3
-"""Version of the terms: an index and its queries must be split alike."""
+"""Version of the tokenization: an index and its queries must be tokenized alike."""
 VERSIONS = (2, VERSION)
-"""Versions that are searched. The second kept characters of no width, which split words, and the
-dot of an i."""
+"""Versions that can be searched. Version 2 kept zero-width characters, which split words, and the dot
+of the Turkish i."""
 K1 = 1.5
 B = 0.75
-"""Saturation of the term frequency, strength of the length normalisation."""
+"""Term-frequency saturation and strength of the length normalization: the common defaults."""
 AGAIN = "run dualenc index INDEX --bm25"
 
 
 def _import_bm25s() -> ModuleType:
-    """Import bm25s without JAX, where it is installed: its import tries JAX, which takes most of a
-    GPU's memory."""
+    """Import bm25s without JAX: it would import it if installed, which allocates most of the GPU."""
     modules: dict[str, Any] = sys.modules
     jax = modules.get("jax")
-    modules["jax"] = None  # whoever imports it is told that it is not there
+    modules["jax"] = None  # makes `import jax` raise ImportError
     try:
         return importlib.import_module("bm25s")
     finally:
@@ -63,7 +62,8 @@ def _import_bm25s() -> ModuleType:
 bm25s = _import_bm25s()
 _WORDS = regex.compile(r"\w+")
 _IGNORABLE = regex.compile(r"\p{Default_Ignorable_Code_Point}+")
-# Line breaking class SA: Thai, Lao, Khmer, Myanmar and others of South East Asia.
+# Line breaking class SA has the scripts without spaces of South East Asia: Thai, Lao, Khmer,
+# Myanmar and others. V1 enables set operations.
 _WITHOUT_SPACES = regex.compile(
     r"(?V1)([\w&&[\p{lb=SA}\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{scx=Bopomofo}\p{scx=Hangul}]]+)"
 )
@@ -72,13 +72,22 @@ _STOP_WORDS = frozenset(bm25s.stopwords.STOPWORDS_EN)
 
 
 def split_terms(text: str, *, is_query: bool = False, version: int = VERSION) -> list[str]:
-    """Split a document or a query into terms, in order, by the rules of a version."""
+    """Tokenize a document or a query into terms, in order.
+
+        split_terms("The foxes of 東京")  # ["foxes", "東", "京", "東京"]
+
+    Args:
+        text: document or query.
+        is_query: whether it is a query, whose single characters are dropped beside pairs.
+        version: version of the tokenization.
+    """
     terms: list[str] = []
     for word in _WORDS.findall(_folded(text, version)):
         if word.isascii():
             terms.append(word)
             continue
-        # Every second part is without spaces; its characters include vowel signs and tone marks.
+        # The capturing group of the split puts runs of scripts without spaces at odd positions.
+        # Their characters are grapheme clusters, so vowel signs and tone marks stay attached.
         for number, part in enumerate(_WITHOUT_SPACES.split(word)):
             characters = _CHARACTERS.findall(part) if number % 2 else [part]
             bigrams = [first + second for first, second in itertools.pairwise(characters)]
@@ -87,20 +96,29 @@ def split_terms(text: str, *, is_query: bool = False, version: int = VERSION) ->
 
 
 def _folded(text: str, version: int) -> str:
-    """Return the form in which texts are compared."""
+    """Return a text in the form in which terms are compared."""
     if text.isascii():
         return text.lower()
     folded = unicodedata.normalize("NFKC", text)
     if version == 2:
         return folded.casefold()
     folded = _IGNORABLE.sub("", folded).casefold().replace("i\N{COMBINING DOT ABOVE}", "i")
-    # Case folding takes some characters apart.
+    # Case folding decomposes some characters, so normalize once more.
     return unicodedata.normalize("NFKC", folded)
 
 
 class Lexical:
-    """BM25 index over the rows of an index (Lucene's variant); create one with `Lexical.build` or
-    `Lexical.open`."""
+    """BM25 index over the rows of an index, in Lucene's variant.
+
+    Create one with `Lexical.build` or `Lexical.open`.
+
+        Lexical.build(["a red fox", "a hen"]).search("fox", k=1)  # [(0, score)]
+
+    Args:
+        scorer: `bm25s.BM25` that has indexed the texts.
+        count: N, the number of texts.
+        version: version of the tokenization.
+    """
 
     def __init__(self, scorer: Any, count: int, version: int = VERSION) -> None:
         self.scorer = scorer
@@ -109,7 +127,11 @@ class Lexical:
 
     @classmethod
     def build(cls, texts: Iterable[str]) -> Lexical:
-        """Split and index N texts."""
+        """Tokenize and index N texts.
+
+        Raises:
+            DualencError: no text has a term.
+        """
         check_several("texts", texts)
         vocabulary: dict[str, int] = {}
         ids = [
@@ -117,13 +139,18 @@ class Lexical:
             for text in texts
         ]
         if not vocabulary:
-            raise DualencError("BM25: no text holds a word", fix="is the corpus empty?")
+            raise DualencError("BM25: no text contains a word", fix="is the corpus empty?")
         scorer = bm25s.BM25(k1=K1, b=B)
         scorer.index(bm25s.tokenization.Tokenized(ids, vocabulary), show_progress=False)
         return cls(scorer, len(ids))
 
     def save(self, index: str | os.PathLike[str], checksum: str) -> None:
-        """Write the folder inside that of an index with the `items_checksum`."""
+        """Write the folder inside that of an index.
+
+        Args:
+            index: folder of the index.
+            checksum: its `items_checksum`.
+        """
         is_own = functools.partial(is_folder_of, expected=FORMAT)
         with atomic_folder(Path(index) / FOLDER, is_own, "BM25") as part:
             part.mkdir()
@@ -134,14 +161,20 @@ class Lexical:
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], checksum: str, verify: bool = False) -> Lexical:
-        """Open the folder inside that of an index with the `items_checksum`; arrays are
-        memory-mapped.
+        """Open the folder inside that of an index, memory-mapped.
 
-        With `verify` every file is read and compared with its SHA-256.
+        Args:
+            index: folder of the index.
+            checksum: its `items_checksum`.
+            verify: read every file and compare it with its SHA-256.
+
+        Raises:
+            DualencError: the folder is missing, corrupt or of another version, or belongs to other
+                items.
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
-            raise DualencError("has no BM25 beside its vectors", fix=AGAIN, where=index)
+            raise DualencError("lacks a BM25 index", fix=AGAIN, where=index)
         meta = read_json_object(
             folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict}
         )
@@ -149,13 +182,14 @@ class Lexical:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=folder)
         if meta["version"] not in VERSIONS:
             raise DualencError(
-                "splits texts into other words than this version", fix=AGAIN, where=folder
+                "is tokenized differently than by this version", fix=AGAIN, where=folder
             )
         verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
             _check_scorer(scorer, meta["count"])
-        except Exception as error:  # from numpy, json and bm25s
+        # Corrupt files raise many types of errors in numpy, json and bm25s.
+        except Exception as error:
             why = " ".join(str(error).split())[:100]
             raise DualencError(
                 f"corrupt ({type(error).__name__}: {why})", fix=AGAIN, where=folder
@@ -165,24 +199,33 @@ class Lexical:
     def search(
         self, query: str, k: int, allowed_rows: np.ndarray | None = None
     ) -> list[tuple[int, float]]:
-        """The k rows of the highest scores above 0, best first; ties by ascending row.
+        """Return the k rows with the highest scores above 0, best first; ties by ascending row.
 
-        With `allowed_rows` (N,) bool only those are returned; document frequencies still count all
-        rows.
+        Args:
+            query: text.
+            k: number of results.
+            allowed_rows: (N,) bool, the rows that may be returned; document frequencies still count
+                all rows.
+
+        Returns:
+            Rows with scores.
+
+        Raises:
+            DualencError: the files are corrupt.
         """
         terms = split_terms(query, is_query=True, version=self.version)
         in_vocabulary = [term for term in terms if term in self.scorer.vocab_dict]
         if not in_vocabulary:
             return []
-        # A row number beyond the last is found now: opening does not read the arrays.
+        # Opening does not read the arrays, so corrupt row numbers only fail here.
         with explain("BM25 of the index: corrupt", AGAIN):
             scores = self.scorer.get_scores(in_vocabulary)
         matches = scores > 0
         if allowed_rows is not None:
             matches &= allowed_rows
         rows = np.flatnonzero(matches)
-        # bm25s.retrieve breaks ties arbitrarily; all that tie with the k-th are kept for the stable
-        # sort.
+        # bm25s.retrieve breaks ties arbitrarily. Keep all rows that tie with the k-th, so that the
+        # stable sort decides among them.
         if len(rows) > k:
             rows = rows[scores[rows] >= np.partition(scores[rows], -k)[-k]]
         rows = rows[np.argsort(-scores[rows], kind="stable")[:k]]
@@ -190,8 +233,7 @@ class Lexical:
 
 
 def _check_scorer(scorer: Any, count: int) -> None:
-    """Raise a `ValueError` for parameters, a vocabulary or arrays that no BM25 index of so many
-    texts has."""
+    """Raise a `ValueError` if parameters, vocabulary and arrays are not those of N texts."""
     arrays = scorer.scores
     if (type(arrays["num_docs"]), arrays["num_docs"]) != (int, count):
         raise ValueError(f"params has {arrays['num_docs']!r} texts instead of {count}")
@@ -200,17 +242,18 @@ def _check_scorer(scorer: Any, count: int) -> None:
         or np.dtype(scorer.int_dtype).kind not in "iu"
         or scorer.backend != "numpy"
     ):
-        raise ValueError("params has types of numbers that are not those of an index")
+        raise ValueError("params has invalid number types")
+    # Compressed sparse columns: scores and rows of each term, from its start.
     data, rows, starts = (arrays[name] for name in ("data", "indices", "indptr"))
     if data.dtype.kind != "f" or not {rows.dtype.kind, starts.dtype.kind} <= {"i", "u"}:
-        raise ValueError("an array has numbers of another type")
+        raise ValueError("an array has the wrong number type")
     if not data.ndim == rows.ndim == starts.ndim == 1 or not len(data) == len(rows) == starts[-1]:
-        raise ValueError("its arrays do not fit together")
+        raise ValueError("its arrays have inconsistent lengths")
     terms = scorer.vocab_dict.values()
     if not all(type(term) is int and 0 <= term < len(starts) for term in terms):
-        raise ValueError("a term of the vocabulary has no number")
+        raise ValueError("a term of the vocabulary has an invalid number")
 
 
 def has_lexical(index: str | os.PathLike[str]) -> bool:
-    """Whether the folder of an index has a BM25 index."""
+    """True if the folder of an index has a BM25 index."""
     return is_folder_of(Path(index) / FOLDER, FORMAT)

@@ -1,9 +1,8 @@
-"""Text store: the whole texts of an index, from which BM25 is built anew and documents are embedded
-anew.
+"""Text store: the whole texts of an index, from which BM25 is rebuilt and documents re-embedded.
 
     texts/    items.arrow (id, text), order.npy and meta.json, inside the folder of the index
 
-meta.json has the checksum of the index's items, so that texts of other items are refused.
+meta.json has the checksum of the index's items, so that texts of other items are rejected.
 """
 
 from __future__ import annotations
@@ -32,21 +31,34 @@ AGAIN = "run dualenc index INDEX --texts"
 
 
 class TextStore:
-    """N texts on disk by their ids; with `verify` every file is read and compared with its
-    SHA-256."""
+    """N texts on disk with their ids, memory-mapped.
+
+    They are in the order of the index's rows.
+
+        store = TextStore("index", Index.open("index").items_checksum)
+        print(store.ids[0], store.texts[0])
+
+    Args:
+        folder: folder of the index.
+        checksum: `items_checksum` of the index.
+        verify: read every file and compare it with its SHA-256.
+
+    Raises:
+        DualencError: the index stores no texts, or those of other items, or they are corrupt.
+    """
 
     def __init__(self, folder: StrPath, checksum: str, verify: bool = False) -> None:
         self.folder = Path(folder) / FOLDER
         table = consistent_read(self.folder, lambda: self._open(checksum, verify))
         if table.texts is None:
-            raise DualencError("holds no texts", fix=AGAIN, where=self.folder)
+            raise DualencError("contains no texts", fix=AGAIN, where=self.folder)
         self.ids = table.ids
         self.texts = table.texts
 
     def _open(self, checksum: str, verify: bool) -> ItemTable:
         if not has_texts(self.folder.parent):
-            raise DualencError("keeps no texts", fix=AGAIN, where=self.folder.parent)
-        other = f"keeps no texts; {AGAIN}"
+            raise DualencError("stores no texts", fix=AGAIN, where=self.folder.parent)
+        other = f"stores no texts; {AGAIN}"
         meta = read_head(self.folder, FORMAT, FORMAT_VERSION, other, {"count": int, "of": str})
         if meta["of"] != checksum:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=self.folder)
@@ -55,19 +67,30 @@ class TextStore:
 
 
 def has_texts(folder: StrPath) -> bool:
-    """Whether the folder of an index keeps whole texts."""
+    """True if the folder of an index stores whole texts."""
     return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 
 def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: bool = False) -> int:
-    """Add a BM25 index, the whole texts or both to the folder of an index; returns the number of
-    texts.
+    """Add a BM25 index, the whole texts or both to the folder of an index.
 
-    The corpus holds the texts that were indexed, in any order, and perhaps more.
+        add_texts("index", corpus, bm25=True)
+
+    Args:
+        folder: the index.
+        corpus: the indexed texts, in any order, and possibly others.
+        bm25: add a BM25 index.
+        whole: add the whole texts.
+
+    Returns:
+        The number of indexed texts.
+
+    Raises:
+        DualencError: the corpus is not of texts, or not of those that were embedded.
     """
     if corpus.modality != "text":
         raise DualencError(
-            f"its data holds {corpus.modality}s, not texts",
+            f"its data consists of {corpus.modality}s, not texts",
             fix="leave --bm25 and --texts out",
             where=folder,
         )
@@ -82,7 +105,14 @@ def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: boo
 
 
 def write_texts(folder: StrPath, ids: Sequence[str], texts: Iterable[str], checksum: str) -> None:
-    """Write a text store of N texts into the folder of an index with the `items_checksum`."""
+    """Write a text store into the folder of an index.
+
+    Args:
+        folder: the index.
+        ids: (N,) ids, in the order of the index.
+        texts: (N,) texts.
+        checksum: `items_checksum` of the index.
+    """
     is_own = functools.partial(is_folder_of, expected=FORMAT)
     with atomic_folder(Path(folder) / FOLDER, is_own, "texts") as part:
         part.mkdir()

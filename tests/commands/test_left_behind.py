@@ -230,7 +230,7 @@ def test_an_append_whose_cleaning_up_was_killed_is_done(
     )
     assert contents(index) == before
     assert {path.name for path in index.parent.iterdir()} == {"index"}
-    assert "has an item 'n0' already" in failure(capsys, *words)
+    assert "already has an item 'n0'" in failure(capsys, *words)
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_a_refused_append_is_no_obstacle(tmp_path: Path, toy_text: Path, documen
     words = ("append", tmp_path / "index", toy_text, tmp_path / "more.jsonl")
     rows = [{"_id": name, "text": "fox"} for name in ("d0", "late")]
     (tmp_path / "more.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(DualencError, match="has an item 'd0' already"):
+    with pytest.raises(DualencError, match="already has an item 'd0'"):
         run(*words, "--debug")
     (tmp_path / "more.jsonl").write_text(json.dumps(rows[1]))
     run(*words)

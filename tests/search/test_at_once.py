@@ -152,7 +152,7 @@ def test_an_append_that_would_lose_words_is_refused(
     index, added = tmp_path / "index", Embeddings(["x"], np.zeros((1, 32), np.float32))
     shutil.copytree(made / "index", index)
     words = ("append", index, made / "model", made / "more.jsonl")
-    with pytest.raises(DualencError, match="keeps whole texts; name those that are appended, too"):
+    with pytest.raises(DualencError, match="stores whole texts; give those of the new items, too"):
         append(index, added)
     with pytest.raises(DualencError, match="the data lacks the item 'x'"):
         append(index, added, Corpus(["y"], ["fox"]))

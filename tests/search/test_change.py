@@ -97,7 +97,7 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
     broken = more(["nan"])
     broken.vectors = np.full((1, 16), np.nan, np.float32)
     for added, message in [
-        (more(["fresh", "doc 5"]), "has an item 'doc 5' already; remove it first"),
+        (more(["fresh", "doc 5"]), "already has an item 'doc 5'; remove it first"),
         (more(["twice", "twice"]), "'twice' is a duplicate"),
         (
             Embeddings(["wide"], np.zeros((1, 17), np.float32)),

@@ -221,7 +221,7 @@ def test_appended_columns_join_others_of_their_kind(
     )
     added = Embeddings(["c"], VECTORS[2:3], columns=pa.table({"x": theirs}))
     if joined is None:
-        with pytest.raises(DualencError, match="embed the data with values alike"):
+        with pytest.raises(DualencError, match="embed the data with values of one type"):
             change.append(tmp_path / "index", added)
     else:
         columns = change.append(tmp_path / "index", added).columns

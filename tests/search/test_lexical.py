@@ -157,7 +157,7 @@ def test_it_is_never_of_other_texts(
     shutil.rmtree(folder / "texts")
     (tmp_path / "gone.txt").write_text("d3\n")
     message = failure(capsys, "remove", folder, tmp_path / "gone.txt")
-    assert "not the whole texts by which it follows a change; run dualenc index" in message
+    assert "not the whole texts to rebuild it from; run dualenc index" in message
     shutil.rmtree(folder / "bm25")
     run("remove", folder, tmp_path / "gone.txt")
     with pytest.raises(

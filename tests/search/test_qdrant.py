@@ -215,8 +215,8 @@ def test_collections_of_others_are_never_touched(tmp_path: Path) -> None:
         ("localhost:6333", "items", "is not the URL of PostgreSQL or a Qdrant server"),
         ("http://127.0.0.1:9", "items", "refused"),
         ("http://127.0.0.1:port", "items", "port"),
-        ("http://user:word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
-        ("http://user:se/word@127.0.0.1:9", "items", "carries a key or query; set QDRANT_API_KEY"),
+        ("http://user:word@127.0.0.1:9", "items", "contains a key or query; set QDRANT_API_KEY"),
+        ("http://user:se/word@127.0.0.1:9", "items", "contains a key or query; set QDRANT_API_KEY"),
         (
             "mysql://user:word@127.0.0.1:9",
             "items",

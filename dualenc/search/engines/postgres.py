@@ -2,8 +2,9 @@
 
     id text PRIMARY KEY | embedding vector(D) or halfvec(D) | text | the user's columns
 
-The comment of the table holds the fingerprint of the embeddings. A push of other ones fills a table
-beside it, whose comment names the table that it is for, and renames it when it is whole.
+The comment of the table contains the fingerprint of the embeddings. A push of other embeddings
+fills a second table, whose comment names the table that it will replace, and renames it once it is
+complete.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from dualenc.io.reading import check_fields
 from dualenc.io.terminal import printable
 from dualenc.search.engines.engine import (
     AGAIN,
+    RESUME,
     Engine,
     IndexKind,
     Rows,
@@ -48,19 +50,18 @@ from dualenc.types import check_several
 logger = logging.getLogger("dualenc.search")
 
 MAX_NAME_BYTES = 63
-"""PostgreSQL cuts longer names off."""
+"""PostgreSQL truncates longer names."""
 MAX_DIM = {"vector": 2000, "halfvec": 4000}
-"""The largest vectors that pgvector indexes."""
+"""Largest dimensions that pgvector can index, by type."""
 MAX_EF_SEARCH = 1000
 VALUE_TYPES: dict[str, Any] = {"halfvec": np.dtype(">f2"), "vector": np.dtype(">f4")}
 OPERATORS = {"cosine": "<=>", "ip": "<#>"}
 COMMENT = "dualenc "
-"""Beginning of the comment of a pushed table."""
+"""Prefix of the comment of a pushed table."""
 REBUILT_SHARE = 0.1
-"""Of rows added to an index, from which on it is built again: IVF's lists are those of old rows."""
+"""Fraction of added rows from which an index is rebuilt: IVF lists were trained on the old rows."""
 PASSING = ("08", "40", "53", "55", "57", "58")
-"""Classes of errors that pass: lost connections, deadlocks, full disks, locks, a server that
-stops."""
+"""SQLSTATE classes of temporary errors: lost connection, deadlock, full disk, lock, shutdown."""
 _PART = r'(?:"(?:[^"]|"")+"|[^".][^.]*)'
 _NAME = re.compile(rf"(?:(?P<schema>{_PART})\.)?(?P<table>{_PART})")
 COLUMN_TYPES: dict[str, tuple[Any, str, pa.DataType]] = {
@@ -69,15 +70,24 @@ COLUMN_TYPES: dict[str, tuple[Any, str, pa.DataType]] = {
     "number": ("double precision", "float8", pa.float64()),
     "truth": ("boolean", "bool", pa.bool_()),
 }
-"""The type of each kind of column in SQL, in psycopg and in Arrow."""
+"""Type of each kind of column in SQL, psycopg and Arrow."""
 
 
 class PostgresIndex(Engine):
-    """A table that one push at a time changes.
+    """A PostgreSQL table with a pgvector column, searched by vectors.
+
+    An advisory lock lets one push at a time change it.
+
+        engine, sent = push_embeddings(embeddings, "postgresql://me@localhost/db", "papers")
+        hits = engine.search(vectors, k=5, filter="year >= 2020 AND lang = 'en'")
 
     Args:
-        meta: see `Engine`, with the `type` of the vectors and the kind of `index`.
-        target: URL of the database with a password; by default the one of the meta, which has none.
+        meta: entries of meta.json, see `Engine`, with the `type` of the vectors and the kind of
+            `index`.
+        target: URL of the database with a password; by default the recorded one, which has none.
+
+    Raises:
+        DualencError: a name is invalid, or the database cannot be reached.
     """
 
     batch_rows = 4096
@@ -89,14 +99,14 @@ class PostgresIndex(Engine):
         self.schema: str = meta.get("schema", "")
         self.location = f"{meta['target']} {_written(self.schema, self.name)!r}"
         for name in filter(None, (self.schema, self.name)):
-            # A percent sign begins a parameter of psycopg, also inside a quoted name.
+            # psycopg reads a percent sign as a parameter, even inside a quoted name.
             if not re.fullmatch("[^\0%]+", name) or len(name.encode()) > MAX_NAME_BYTES:
                 raise DualencError(
                     f"table is {name[:80]!r}",
                     fix=f"give a name of 1 to {MAX_NAME_BYTES} bytes without %",
                 )
         self.stored_kinds = {**({"text": "text"} if self.has_snippets else {}), **self.column_kinds}
-        # Vectors too long for an index are indexed, and compared, in half precision.
+        # Vectors too long for pgvector's float32 index are indexed and compared in half precision.
         is_cast = self.dim > MAX_DIM["vector"] and meta["index"] != "none"
         self.compared = "halfvec" if is_cast else meta["type"]
         self.extension = ""
@@ -104,7 +114,7 @@ class PostgresIndex(Engine):
             self.connection = self._connect()
             self.schema = self.schema or self._schema_in_path()
         self.table = sql.Identifier(self.schema, self.name)
-        # The same for all pushes of the same embeddings, so that a killed one resumes.
+        # Derived from the embeddings, so that a repeated push resumes a killed one.
         beginning = self.name.encode()[:40].decode(errors="ignore")
         self.beside = f"{beginning}-{self.items_checksum[:12]}"
         self.filled = self.name
@@ -113,7 +123,7 @@ class PostgresIndex(Engine):
     def new(cls, embeddings: Embeddings, meta: dict[str, Any], index: IndexKind) -> Self:
         if "embedding" in meta["columns"]:
             raise DualencError(
-                "column 'embedding' is the one of the vectors", fix="rename it and embed again"
+                "column 'embedding' is reserved for the vectors", fix="rename it and embed again"
             )
         if index != "none" and embeddings.dim > MAX_DIM["halfvec"]:
             raise DualencError(
@@ -126,7 +136,7 @@ class PostgresIndex(Engine):
                     f"id '{printable(name)[:80]}' has a NUL, which PostgreSQL cannot store",
                     fix="rename it and embed again",
                 )
-        # Vectors stay as they are.
+        # Store the precision of the embeddings: half the space for float16.
         kind = "halfvec" if embeddings.vectors.dtype == np.float16 else "vector"
         own = {"type": kind, "index": index, "settings": default_settings(index, len(embeddings))}
         place = _parse_name(meta["collection"]) | {"target": without_secrets(meta["target"])}
@@ -157,30 +167,31 @@ class PostgresIndex(Engine):
         self.connection.close()
 
     def _connect(self) -> psycopg.Connection:
-        # Prepared statements get lost behind a pooler.
+        # A pooler may switch servers between statements, where prepared statements are unknown.
         options: dict[str, Any] = {"prepare_threshold": None, "client_encoding": "utf8"}
         connection = psycopg.connect(self.target, autocommit=True, **options)
         self._load_extension(connection)
         return connection
 
     def _load_extension(self, connection: psycopg.Connection) -> str:
-        """Find pgvector, in whatever schema it is, and load it; returns its version, "" without
-        it."""
-        query = "SELECT extversion, nspname FROM pg_extension JOIN pg_namespace n ON n.oid = extnamespace"
-        version, self.extension = connection.execute(
-            f"{query} WHERE extname = 'vector'"
-        ).fetchone() or ("", "")
+        """Find the schema of pgvector and load it; return its version, or "" if it is missing."""
+        query = """
+            SELECT extversion, nspname FROM pg_extension
+            JOIN pg_namespace n ON n.oid = extnamespace WHERE extname = 'vector'
+        """
+        version, self.extension = connection.execute(query).fetchone() or ("", "")
         if version:
-            # pgvector then refuses wrong settings in place of ignoring them.
+            # A cast loads the library, which then rejects wrong settings instead of ignoring them.
             statement = sql.SQL("SELECT '[1]'::{}").format(self._type("vector"))
             connection.execute(statement)
         return version
 
     def _schema_in_path(self) -> str:
-        """The schema of the search path that has the table, or in which it would be created."""
+        """Return the schema of the search path that has the table, or would get a new one."""
         query = """
             SELECT coalesce((
-                SELECT nspname FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
+                SELECT nspname
+                FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
                 JOIN pg_namespace n ON nspname = schema JOIN pg_class ON relnamespace = n.oid
                 WHERE relname = %s ORDER BY place LIMIT 1
             ), current_schema())
@@ -195,23 +206,26 @@ class PostgresIndex(Engine):
         return str(row[0])
 
     def _type(self, name: str) -> sql.Identifier:
-        """A type or operator class of pgvector, whose schema need not be in the search path."""
+        """Qualify a type or operator class of pgvector, which may be outside of the search path."""
         return sql.Identifier(self.extension, name)
 
     @property
     def vector_type(self) -> sql.Composable:
-        """The type in which vectors are compared."""
+        """SQL type in which vectors are compared."""
         return sql.SQL("{}({})").format(self._type(self.compared), sql.Literal(self.dim))
 
     @property
     def vector(self) -> sql.Composable:
-        """The expression that is compared and indexed."""
+        """SQL expression that is compared and indexed.
+
+        A query uses the index only if it repeats the indexed expression exactly.
+        """
         if self.compared == self.meta["type"]:
             return sql.Identifier("embedding")
         return sql.SQL("(embedding::{})").format(self.vector_type)
 
     def stored_state(self) -> State | None:
-        """The comment of the table: `fingerprint` and kind of `index`; None without a table."""
+        """Return the comment of the table, `fingerprint` and kind of `index`; None if missing."""
         return self._state_of(self.name)
 
     def _state_of(self, name: str) -> State | None:
@@ -220,13 +234,15 @@ class PostgresIndex(Engine):
             return self._as_state(cursor.fetchone())
 
     def _state_query(self, name: str) -> sql.Composed:
-        """The comment of a table by the statement's snapshot; `to_regclass` may find a dropped
-        one."""
-        return sql.SQL(
-            "SELECT description FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-            "LEFT JOIN pg_description d ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass "
-            "WHERE nspname = {} AND relname = {}"
-        ).format(sql.Literal(self.schema), sql.Literal(name))
+        """Return the query for the comment of a table."""
+        # `to_regclass` would be shorter, but ignores the snapshot and may find a dropped table.
+        query = """
+            SELECT description FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
+            LEFT JOIN pg_description d
+            ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass
+            WHERE nspname = {} AND relname = {}
+        """
+        return sql.SQL(query).format(sql.Literal(self.schema), sql.Literal(name))
 
     def _as_state(self, row: tuple[Any, ...] | None) -> State | None:
         if row is None:
@@ -248,23 +264,30 @@ class PostgresIndex(Engine):
         distance = sql.SQL("{} {} %(query)s::{}").format(self.vector, operator, self.vector_type)
         names = ["id", *self.stored_kinds]
         columns = sql.SQL(", ").join(map(sql.Identifier, names))
-        statement = sql.SQL(
-            "SELECT {distance}, {columns} FROM {table} WHERE {condition} ORDER BY {distance} LIMIT %(k)s"
-        ).format(distance=distance, columns=columns, table=self.table, condition=clause)
+        query = """
+            SELECT {distance}, {columns} FROM {table}
+            WHERE {condition} ORDER BY {distance} LIMIT %(k)s
+        """
+        statement = sql.SQL(query).format(
+            distance=distance, columns=columns, table=self.table, condition=clause
+        )
         parameters = [{**values, "query": str(vector.tolist()), "k": k} for vector in vectors]
+        # An HNSW scan considers ef_search candidates, so fewer than k cannot fill the results.
         if settings is not None and "ef_search" in settings:
             settings["ef_search"] = min(max(settings["ef_search"], k), MAX_EF_SEARCH)
         for rows in self._read(statement, parameters, self._session(settings)):
-            # Without a distance is a row of others without a vector.
+            # Rows that others added may lack a vector, and then have no distance.
             whole = [row for row in rows if row[0] is not None]
             scored = [(self._score(row[0]), dict(zip(names, row[1:]))) for row in whole]
-            # An iterative scan returns the rows in nearly the right order.
+            # An iterative scan in relaxed order returns rows only roughly sorted.
             yield sorted(scored, key=lambda row: -row[0])
 
     def _score(self, distance: float) -> float:
-        """The similarity at a distance, which is NaN of a vector of zeros by cosine."""
+        """Convert pgvector's distance to a similarity."""
+        # pgvector's <#> is the negative inner product, because index scans only ascend.
         if self.meta["metric"] == "ip":
             return -distance
+        # The cosine distance of a zero vector is NaN.
         return 0.0 if math.isnan(distance) else 1 - distance
 
     def setting_of_option(self) -> dict[str, str]:
@@ -272,12 +295,12 @@ class PostgresIndex(Engine):
         return options.get(self.meta["index"], {})
 
     def _session(self, settings: Settings | None) -> sql.Composed:
-        """Statements that begin a transaction which only reads; without settings it uses no index
-        of vectors.
+        """Return statements that begin a read-only transaction; without settings, no index is used.
 
-        The last one reads the comment of the table, which keeps its name until the transaction
+        The last statement reads the comment of the table, which is locked until the transaction
         ends.
         """
+        # An exact search reads the whole table, which may take longer than any useful timeout.
         timeout = "60s" if settings is not None else "0"
         values = [(sql.Identifier("statement_timeout"), timeout)]
         if settings is None:
@@ -287,12 +310,13 @@ class PostgresIndex(Engine):
         statements: list[sql.Composable] = [sql.SQL("SET TRANSACTION READ ONLY")]
         for parameter, value in values:
             statements.append(sql.SQL("SET LOCAL {} = {}").format(parameter, sql.Literal(value)))
+        # The weakest lock: it only keeps a push from dropping or renaming the table meanwhile.
         statements.append(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(self.table))
         statements.append(self._state_query(self.name))
         return sql.SQL("; ").join(statements)
 
     def _begin(self, session: sql.Composed) -> None:
-        """Begin to read, unless other embeddings are in the table's place."""
+        """Execute the statements of a session; raise if the table holds other embeddings."""
         try:
             cursor = self.connection.execute(session)
         except psycopg.errors.UndefinedTable:
@@ -304,8 +328,7 @@ class PostgresIndex(Engine):
     def _read(
         self, statement: sql.Composed, parameters: Sequence[Any], session: sql.Composed
     ) -> list[list[tuple[Any, ...]]]:
-        """The rows of a statement for each of several parameters, over a new connection if the last
-        one is lost."""
+        """Execute a statement with several sets of parameters; reconnect once if necessary."""
         for is_last in (False, True):
             with self.one_line_errors():
                 try:
@@ -313,7 +336,8 @@ class PostgresIndex(Engine):
                         self.connection = self._connect()
                     with self.connection.transaction():
                         self._begin(session)
-                        # Results in binary take the protocol that refuses a second statement.
+                        # Binary results use the extended protocol, which rejects a second
+                        # statement and thus SQL injection by ";".
                         execute = functools.partial(self.connection.execute, statement, binary=True)
                         return [execute(values).fetchall() for values in parameters]
                 except psycopg.OperationalError:
@@ -324,7 +348,7 @@ class PostgresIndex(Engine):
     def condition(
         self, filter: str, where: Sequence[Condition]
     ) -> tuple[sql.Composable, dict[str, Any]]:
-        """The WHERE clause, and the values of its parameters."""
+        """Return the WHERE clause and the values of its parameters."""
         parts: list[sql.Composable] = [sql.SQL("TRUE")]
         values: dict[str, Any] = {}
         for number, condition in enumerate(where):
@@ -338,16 +362,16 @@ class PostgresIndex(Engine):
             parts.append(sql.SQL(cast(Any, form)).format(column, sql.Placeholder(name)))
         if filter:
             self.check_filter(filter)
-            # A percent sign would begin a parameter; a line comment must end before the
-            # parenthesis.
+            # psycopg reads a percent sign as a parameter. The newline ends a line comment, which
+            # would otherwise hide the closing parenthesis.
             parts.append(sql.SQL(cast(Any, "({}\n)".format(filter.replace("%", "%%")))))
         return sql.SQL(" AND ").join(parts), values
 
     def check_filter(self, filter: str) -> None:
-        """Refuse a text that is not one SQL expression.
+        """Raise a `DualencError` for a filter that is not a single SQL expression.
 
-        As it must parse bare and in parentheses, it cannot end the clause that it stands in. It is
-        still SQL: it may read whatever the user of the connection may read.
+        It must parse both bare and in parentheses, so it cannot break out of the WHERE clause. It
+        is still SQL and may read whatever the database user may read.
         """
         for form in (f"{filter}\n", f"({filter}\n)"):
             condition = sql.SQL(cast(Any, form))
@@ -376,7 +400,7 @@ class PostgresIndex(Engine):
         statement = sql.SQL("SELECT id, {} FROM {}").format(text, self.table)
         with self.one_line_errors(), self.connection.transaction():
             self._begin(self._session(None))
-            # A cursor of the server: the rows arrive in parts.
+            # A named cursor stays on the server, so that rows arrive in batches.
             with self.connection.cursor("dualenc_rows") as cursor:
                 cursor.itersize = self.batch_rows
                 return {name: text or "" for name, text in cursor.execute(statement)}
@@ -396,9 +420,13 @@ class PostgresIndex(Engine):
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        with self.one_line_errors("the same command again resumes"), self.connection.transaction():
-            # The transaction's own lock: a session's would outlive a client behind a pooler.
-            lock = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0)), set_config('statement_timeout', '0', true)"
+        with self.one_line_errors(RESUME), self.connection.transaction():
+            # The lock belongs to the transaction: behind a pooler, a session's would outlive its
+            # client. Waiting for it, and building an index, may exceed a statement timeout.
+            lock = """
+                SELECT pg_advisory_xact_lock(hashtextextended(%s, 0)),
+                set_config('statement_timeout', '0', true)
+            """
             self.connection.execute(lock, [f"{COMMENT}{self.name}"])
             yield
 
@@ -408,7 +436,7 @@ class PostgresIndex(Engine):
 
     @property
     def filled_table(self) -> sql.Identifier:
-        """The table that a push fills."""
+        """Table that a push fills."""
         return sql.Identifier(self.schema, self.filled)
 
     def create(self, embeddings: Embeddings) -> None:
@@ -426,6 +454,7 @@ class PostgresIndex(Engine):
             )
         kind = self._type(self.meta["type"])
         vector = sql.SQL("embedding {}({}) NOT NULL").format(kind, sql.Literal(self.dim))
+        # Collation C compares bytes: ids sort the same on every server.
         columns = [sql.SQL('id text COLLATE "C" PRIMARY KEY'), vector]
         for name, column_kind in self.stored_kinds.items():
             column = sql.SQL("{} {}").format(
@@ -439,7 +468,7 @@ class PostgresIndex(Engine):
         self._write_state({"rows": 0, "index": None, "for": self.name})
 
     def _check_schema(self) -> None:
-        """Refuse a schema that does not exist; up to now a dot was a part of the table's name."""
+        """Raise if the schema does not exist; earlier versions took the dot as part of the name."""
         query = "SELECT FROM pg_namespace WHERE nspname = %s"
         if self.connection.execute(query, [self.schema]).fetchone() is None:
             literal = _written("", f"{self.schema}.{self.name}")
@@ -450,16 +479,17 @@ class PostgresIndex(Engine):
             )
 
     def _try_to_drop(self) -> None:
-        """Raise before all rows are sent what keeps the old table from being dropped, as a view."""
+        """Drop the old table and roll back, so that a dependent view fails before rows are sent."""
         with self.connection.transaction() as attempt:
             self.connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(self.table))
             raise psycopg.Rollback(attempt)
 
     def _drop_abandoned(self) -> None:
-        """Drop what pushes of other embeddings have left beside the table; a living one notices."""
+        """Drop tables that pushes of other embeddings left; one that is still running notices."""
         query = """
             SELECT relname, description FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
-            JOIN pg_description ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass
+            JOIN pg_description
+            ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass
             WHERE nspname = %s AND relkind = 'r' AND starts_with(description, %s)
         """
         for name, comment in self.connection.execute(query, [self.schema, COMMENT]).fetchall():
@@ -495,7 +525,9 @@ class PostgresIndex(Engine):
         name = self._type(kind).as_string(self.connection)
         oid = self.connection.execute("SELECT %s::regtype::oid", [name]).fetchone()[0]  # type: ignore[index]
         self.connection.adapters.register_dumper(None, type("Dump", (VectorDumper,), {"oid": oid}))
+        # Store the vectors unscaled: pgvector's cosine normalizes them itself.
         values = batch.column("vector").flatten().to_numpy().reshape(len(batch), self.dim)
+        # pgvector's binary form: dimension and a reserved int16, then big-endian floats.
         head = struct.pack(">HH", self.dim, 0)
         fields: dict[str, Sequence[Any]] = {"id": batch.column("id").to_pylist()}
         fields["embedding"] = [head + row.tobytes() for row in values.astype(VALUE_TYPES[kind])]
@@ -503,7 +535,7 @@ class PostgresIndex(Engine):
         for name, column_kind in self.stored_kinds.items():
             column = batch.column(name).cast(COLUMN_TYPES[column_kind][2])
             if column_kind == "text":
-                # PostgreSQL has no texts with NUL.
+                # PostgreSQL cannot store NUL in a text.
                 column = pc.replace_substring(column, "\0", "\ufffd")
             fields[name] = column.to_pylist()
             types.append(COLUMN_TYPES[column_kind][1])
@@ -515,6 +547,7 @@ class PostgresIndex(Engine):
             copy.set_types(types)
             for row in zip(*fields.values()):
                 copy.write_row(row)
+        # Counted in the same transaction, for `finish` to decide whether the index is outdated.
         state = self._state_of(self.filled) or {}
         counts = {
             "rows": state.get("rows", 0) + len(batch),
@@ -523,7 +556,7 @@ class PostgresIndex(Engine):
         self._write_state({**state, **counts})
 
     def finish(self, state: State) -> None:
-        """Build the index, give the planner its statistics, and swap the tables."""
+        """Build the index, collect statistics for the planner, and swap the tables."""
         kind = self.meta["index"]
         others = self._vector_indexes()
         is_built = state["index"] == kind and (kind == "none" or kind in others.values())
@@ -536,7 +569,7 @@ class PostgresIndex(Engine):
                 parts = (self.filled_table, sql.Identifier(kind), self.vector, operators)
                 statement = sql.SQL("CREATE INDEX ON {} USING {} ({} {}) {}")
                 self.connection.execute(statement.format(*parts, sql.SQL(cast(Any, options))))
-            # Dropped last: readers wait from then on.
+            # Drop old indexes last: the lock makes readers wait until the transaction ends.
             for name in others:
                 self.connection.execute(sql.SQL("DROP INDEX {}").format(sql.SQL(cast(Any, name))))
             state = {**state, "index": kind, "added": 0}
@@ -546,7 +579,7 @@ class PostgresIndex(Engine):
         self._write_state({name: value for name, value in state.items() if name != "for"})
 
     def _vector_indexes(self) -> dict[str, str]:
-        """The valid and invalid indexes of vectors, quoted, with their kinds."""
+        """Return the vector indexes by quoted name, with their kinds; "" for invalid ones."""
         query = """
             SELECT indexrelid::regclass::text, CASE WHEN indisvalid THEN amname ELSE '' END
             FROM pg_index JOIN pg_class c ON c.oid = indexrelid JOIN pg_am a ON a.oid = relam
@@ -559,13 +592,14 @@ class PostgresIndex(Engine):
         )
 
     def _swap(self) -> None:
-        """Put the filled table in the place of the old one, whose readers keep their rights."""
+        """Replace the old table by the filled one, and keep the grants on it."""
         old = self.table.as_string(self.connection)
         self._copy_grants(old)
         query = """
             SELECT indexrelid::regclass::text FROM pg_index JOIN pg_class c ON c.oid = indexrelid
             JOIN pg_am a ON a.oid = relam
-            WHERE indrelid = to_regclass(%s) AND NOT indisprimary AND amname NOT IN ('hnsw', 'ivfflat')
+            WHERE indrelid = to_regclass(%s) AND NOT indisprimary
+            AND amname NOT IN ('hnsw', 'ivfflat')
         """
         if indexes := [name for (name,) in self.connection.execute(query, [old])]:
             problem = f"the indexes on columns of the replaced table are gone: {', '.join(indexes)}"
@@ -576,8 +610,10 @@ class PostgresIndex(Engine):
         self.filled = self.name
 
     def _copy_grants(self, old: str) -> None:
+        """Grant the privileges on a table to the filled one; the owner has them anyway."""
         query = """
-            SELECT privilege_type, is_grantable, CASE WHEN grantee = 0 THEN 'PUBLIC' ELSE grantee::regrole::text END
+            SELECT privilege_type, is_grantable,
+            CASE WHEN grantee = 0 THEN 'PUBLIC' ELSE grantee::regrole::text END
             FROM pg_class, aclexplode(relacl) WHERE oid = to_regclass(%s) AND grantee <> relowner
         """
         for privilege, is_grantable, role in self.connection.execute(query, [old]).fetchall():
@@ -589,24 +625,27 @@ class PostgresIndex(Engine):
 
     @contextmanager
     def one_line_errors(self, resume: str = "") -> Iterator[None]:
-        """Turn errors of PostgreSQL into one line, with the way to resume after one that passes."""
+        """Report errors of PostgreSQL in one line.
+
+        Args:
+            resume: how to resume after a temporary error.
+        """
         try:
             yield
         except psycopg.Error as error:
             reason = first_line(error)[:300]
             remedy = ""
-            if (
-                isinstance(error, psycopg.OperationalError)
-                and (error.sqlstate or "08")[:2] in PASSING
-            ):
+            # An error without a SQLSTATE comes from the client: the connection was lost.
+            is_temporary = (error.sqlstate or "08")[:2] in PASSING
+            if isinstance(error, psycopg.OperationalError) and is_temporary:
                 remedy = resume
             if "password authentication failed" in reason or "no password supplied" in reason:
-                remedy = "give the right one in the URL or PGPASSWORD, or in a line of ~/.pgpass"
+                remedy = "give the right one in the URL, in PGPASSWORD or in ~/.pgpass"
             raise DualencError(reason, fix=remedy, where=self.location) from error
 
 
 def _parse_name(name: str) -> dict[str, str]:
-    """The schema, if any, and the table of a name as in SQL, but capitals need no quotes."""
+    """Split a name into schema, if any, and table, as SQL does; capitals need no quotes."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise DualencError(
@@ -614,25 +653,28 @@ def _parse_name(name: str) -> dict[str, str]:
             fix="write TABLE or SCHEMA.TABLE, with double quotes around a part that has a dot",
         )
     parts = {"schema": match["schema"], "collection": match["table"]}
-    return {
-        entry: part[1:-1].replace('""', '"') if part.startswith('"') else part
-        for entry, part in parts.items()
-        if part
-    }
+    names = {entry: part for entry, part in parts.items() if part}
+    for entry, part in names.items():
+        if part.startswith('"'):
+            names[entry] = part[1:-1].replace('""', '"')
+    return names
 
 
 def _written(schema: str, table: str) -> str:
-    """A name as `_parse_name` reads it."""
+    """Write a name in the form that `_parse_name` reads."""
     return ".".join(quoted_name(part) for part in (schema, table) if part)
 
 
 def quoted_name(name: str) -> str:
-    """A name of a table, in quotes where it has a dot or a quote."""
-    return f'"{name.replace(chr(34), chr(34) * 2)}"' if re.search(r'^"|\.', name) else name
+    """Return the name of a table, in quotes if it has a dot or begins with a quote."""
+    if not re.search(r'^"|\.', name):
+        return name
+    doubled = name.replace('"', '""')
+    return f'"{doubled}"'
 
 
 def _parse_comment(comment: str | None) -> State | None:
-    """The state in the comment of a pushed table; None for another comment."""
+    """Return the state in the comment of a pushed table; None for other comments."""
     try:
         state = json.loads((comment or "").removeprefix(COMMENT))
         return state if isinstance(state["fingerprint"], str) and "index" in state else None
@@ -641,22 +683,32 @@ def _parse_comment(comment: str | None) -> State | None:
 
 
 class VectorDumper(Dumper):
-    """Dumper for vectors that are in pgvector's binary form already."""
+    """psycopg adapter for vectors that already have pgvector's binary form.
+
+    The type's oid differs by database, so a subclass with it is registered per connection.
+
+        connection.adapters.register_dumper(None, type("Dump", (VectorDumper,), {"oid": oid}))
+    """
 
     format = Format.BINARY
 
     def dump(self, obj: bytes) -> bytes:
+        """Return the bytes unchanged."""
         return obj
 
 
 def _lists(count: int) -> int:
-    """The number of lists that pgvector's documentation advises for N rows."""
+    """Return the number of IVF lists that pgvector's documentation recommends for N rows."""
     return max(count // 1000, 1) if count <= 1_000_000 else int(count**0.5)
 
 
 def default_settings(kind: IndexKind, count: int) -> Settings:
-    """Default search settings of an index over N rows: the scan continues until k rows meet the
-    filter."""
+    """Return the default search settings of an index; scans continue until k rows meet the filter.
+
+    Args:
+        kind: kind of pgvector's index.
+        count: N, the number of rows.
+    """
     if kind == "hnsw":
         scan = {
             "iterative_scan": "relaxed_order",

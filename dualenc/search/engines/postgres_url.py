@@ -22,8 +22,8 @@ _PARTS = re.compile(
 )
 _HOST = r"(?:\[[^\[\]]*\]|[^:\[\],]*)(?::\d*)?"
 _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
-# libpq marks parameters with secrets by a nonempty `dispchar`. It also understands JDBC's `ssl=true`,
-# which it does not list.
+# libpq marks passwords and debug options by a nonempty `dispchar`. It also understands `ssl=true`
+# as JDBC writes it, which it does not list.
 _OPTIONS = Conninfo.get_defaults()
 _KNOWN = {option.keyword.decode() for option in _OPTIONS} | {"ssl"}
 _PLAIN = {option.keyword.decode() for option in _OPTIONS if not option.dispchar} | {"ssl"}

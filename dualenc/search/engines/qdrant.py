@@ -50,7 +50,7 @@ class QdrantIndex(Engine):
     A folder records it, see `dualenc.search.engines.open_engine`.
 
         engine, sent = push_embeddings(embeddings, "http://localhost:6333", "papers")
-        hits = engine.search(vectors, k=5, filter='{"must": [{"key": "year", "match": {"value": 1}}]}')
+        hits = engine.search(vectors, k=5, where=["year>=2020"])
 
     Args:
         meta: entries of meta.json, see `Engine`.
@@ -69,7 +69,7 @@ class QdrantIndex(Engine):
             )
         super().__init__(meta)
         self.collection: str = meta["collection"]
-        # Without a URL the client opens a local folder, and unpickles files, which can run code.
+        # The client would unpickle the contents of a local folder, which can run code.
         if not meta["target"].startswith(("http://", "https://")):
             raise DualencError(
                 "is not the URL of PostgreSQL or a Qdrant server",

@@ -1,4 +1,4 @@
-"""FAISS indexes: choose, build, tune, open, change and filter."""
+"""FAISS indexes: choose, build, tune, open, filter and update."""
 
 from dualenc.search.index.open import Hit, Index, is_index
 

@@ -1,9 +1,8 @@
-"""Index updates: append vectors to an index folder, or remove them by id; the folder is rewritten
-beside the old one.
+"""Append vectors to an index folder, or remove them by id.
 
-Trained parts stay as they are: an index that has grown a lot, or whose data have changed, is better
-built again, and so is one with a file of codes that refine it. Whole texts follow the change, and
-BM25 is built anew from them.
+The folder is rewritten beside the old one and swapped in. Trained parts do not change, so rebuild
+an index that has grown a lot or whose data has shifted. Whole texts follow the change, and BM25 is
+rebuilt from them.
 """
 
 from __future__ import annotations
@@ -37,15 +36,27 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
 
 MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
+"""Entries of meta.json that describe the index as it was built."""
+PLACEHOLDER = "_"
+"""Name of the placeholder column, which no column of a user can have."""
 
 
 def append(
     folder: str | os.PathLike[str], embeddings: Embeddings, corpus: Corpus | None = None
 ) -> Index:
-    """Append vectors with new ids to an index; an index with whole texts needs the `corpus` that
-    was embedded.
+    """Append vectors with new ids to an index, and return the index opened again.
 
-    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    Calling it again after a killed process is safe: if the new index is already in place, only the
+    old one is removed.
+
+    Args:
+        folder: the index.
+        embeddings: n new vectors with ids, and snippets and columns like those of the index.
+        corpus: the embedded data, for an index that stores whole texts.
+
+    Raises:
+        DualencError: the vectors do not fit the index, an id is already in it, or its model is
+            being migrated.
     """
     was_killed = was_replaced_by_killed(folder)
     with locked(folder):
@@ -60,7 +71,7 @@ def append(
         if texts is not None:
             if corpus is None:
                 raise DualencError(
-                    "keeps whole texts", fix="name those that are appended, too", where=folder
+                    "stores whole texts", fix="give those of the new items, too", where=folder
                 )
             rows = rows_in(corpus, embeddings, folder)
             texts = itertools.chain(texts, (corpus[row] for row in rows))
@@ -84,9 +95,17 @@ def append(
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
-    """Remove vectors from an index by id, with their snippets, columns and texts.
+    """Remove items from an index by id, and return the index opened again.
 
-    Where a process that did so was killed before it removed the old index, nothing is left to do.
+    Their vectors, snippets, columns and texts are removed. Calling it again after a killed process
+    is safe, as for `append`.
+
+    Args:
+        folder: the index.
+        ids: ids to remove, all of which must be in the index.
+
+    Raises:
+        DualencError: an id is unknown, no item would be left, or the model is being migrated.
     """
     check_several("ids", ids)
     was_killed = was_replaced_by_killed(folder)
@@ -102,6 +121,7 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
                 fix="give ids that it has",
                 where=folder,
             )
+        # (N,) bool; repeated ids count once.
         stays = np.ones(len(index), bool)
         stays[rows] = False
         removed = np.flatnonzero(~stays)
@@ -123,24 +143,29 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
 
 
 def _known_hashes(source: Index | Embeddings) -> np.ndarray:
-    """(n,) the hashes of whole texts; 0 where an earlier version has recorded none."""
+    """Return the hashes (n,) of whole texts; 0 where an earlier version recorded none."""
     return np.zeros(len(source), np.uint64) if source.hashes is None else source.hashes
 
 
 def are_last(index: Index, ids: Sequence[str]) -> bool:
-    """Whether the last items of an index are these, in their order."""
+    """True if an index ends with exactly these items, in their order.
+
+    Args:
+        index: the index.
+        ids: ids of the items.
+    """
     return 0 < len(ids) < len(index) and index.ids[len(index) - len(ids) :] == list(ids)
 
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
-    """The FAISS index in memory: a mapped index cannot change."""
+    """Read the FAISS index into memory, because a memory-mapped one cannot change."""
     if index.meta.get("mapped"):
         raise DualencError(
             "its model is being changed", fix="finish `dualenc migrate` first", where=folder
         )
     if index.refine_file is not None:
         raise DualencError(
-            "refine.faiss does not change", fix="build the index again", where=folder
+            "refine.faiss cannot be changed", fix="build the index again", where=folder
         )
     return faiss.read_index(str(Path(folder) / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR)
 
@@ -155,11 +180,13 @@ def _replace(
     texts: Iterable[str] | None,
     hashes: np.ndarray | None,
 ) -> Index:
+    """Swap in a changed index with its texts and BM25; return it opened again."""
     has_bm25 = has_lexical(folder)
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
         contents = (changed, ids, snippets, columns, meta)
         checksum = write_contents(part, Path(folder), *contents, hashes=hashes)
+        # The filter workload stays valid: `dualenc evaluate engine` measures it again.
         for name in (RESULT, VECTORS):
             if Path(folder, name).is_file():
                 shutil.copyfile(Path(folder, name), part / name)
@@ -171,13 +198,12 @@ def _replace(
 
 
 def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] | None:
-    """The texts by which BM25 and the text store of an index follow a change; None if it has
-    neither."""
+    """Return the whole texts from which BM25 and the text store are rewritten, or None."""
     if has_texts(folder):
         return TextStore(folder, index.items_checksum).texts
     if has_lexical(folder):
         raise DualencError(
-            "has BM25, but not the whole texts by which it follows a change",
+            "has BM25, but not the whole texts to rebuild it from",
             fix=f"run dualenc index {folder} --texts first, or remove the folder bm25 in it",
             where=folder,
         )
@@ -187,10 +213,20 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 def check_addition(
     index: Index, about: Mapping[str, Any], ids: Sequence[str], folder: str | os.PathLike[str]
 ) -> None:
-    """Refuse to append items of these ids; `about`: their dimension, model_checksum, side and
-    output, where known."""
+    """Raise unless items may be appended to an index.
+
+    Args:
+        index: the index.
+        about: `dimension`, `model_checksum`, `side` and `output` of the new vectors, if known.
+        ids: ids of the new items.
+        folder: the index, for errors.
+
+    Raises:
+        DualencError: the vectors are of another kind, or an id is already in the index.
+    """
+    own = {**index.meta, "dimension": index.dim}
     for name in ("dimension", "model_checksum", "side", "output"):
-        ours = index.dim if name == "dimension" else index.meta.get(name)
+        ours = own.get(name)
         theirs = about.get(name)
         if ours is not None and theirs is not None and ours != theirs:
             raise DualencError(
@@ -203,55 +239,60 @@ def check_addition(
     if len(present):
         name = ids[int(present[0])]
         raise DualencError(
-            f"has an item {name!r} already", fix="remove it first, or leave it out", where=folder
+            f"already has an item {name!r}", fix="remove it first, or leave it out", where=folder
         )
 
 
 def _joined(
     index: Index, embeddings: Embeddings, folder: str | os.PathLike[str]
 ) -> pa.Table | None:
-    """The columns of an index and of appended embeddings; those of only one of them are null in the
-    other's rows.
+    """Concatenate the columns of an index and of appended embeddings.
 
-    A file shows some of a column's values: fractions may follow integers, integers texts, and
-    anything missing values.
+    A column of only one of them is null in the other's rows. The type of a column was inferred from
+    the values in one file, so the next file may have another one: fractions after integers,
+    integers after texts, or anything after only missing values.
     """
     if index.columns is None and embeddings.columns is None:
         return None
-    # A table without columns has no rows, so a side without any gets one of nulls.
-    ours, theirs = (
-        pa.table({"_": pa.nulls(len(source))}) if source.columns is None else source.columns
-        for source in (index, embeddings)
-    )
+    ours = _table(index)
+    theirs = _table(embeddings)
     kinds = column_kinds(ours)
     for name, kind in column_kinds(theirs).items():
         own = kinds.get(name, kind)
         if own == kind:
             continue
         first, second = ours.column(name), theirs.column(name)
+        # A column of only nulls has an arbitrary type, so the other side decides.
         if second.null_count == len(second) or (own, kind) == ("text", "integer"):
             place = theirs.column_names.index(name)
             theirs = theirs.set_column(place, name, second.cast(first.type))
         elif first.null_count == len(first):
-            ours = ours.set_column(ours.column_names.index(name), name, first.cast(second.type))
+            place = ours.column_names.index(name)
+            ours = ours.set_column(place, name, first.cast(second.type))
+        # Arrow promotes integers to numbers below.
         elif {own, kind} != {"integer", "number"}:
             raise DualencError(
                 f"column {name!r} holds {own} values in the index and {kind} values in what "
                 "is appended",
-                fix="embed the data with values alike",
+                fix="embed the data with values of one type",
                 where=folder,
             )
-    with explain(f"{folder}: the columns do not join", "embed the data with values alike"):
+    with explain(f"{folder}: the columns do not join", "embed the data with values of one type"):
         joined = pa.concat_tables([ours, theirs], promote_options="permissive")
-    return joined.select([name for name in joined.column_names if name != "_"])
+    return joined.select([name for name in joined.column_names if name != PLACEHOLDER])
+
+
+def _table(source: Index | Embeddings) -> pa.Table:
+    """Return the columns of a source, or a placeholder: without columns a table has no rows."""
+    if source.columns is not None:
+        return source.columns
+    return pa.table({PLACEHOLDER: pa.nulls(len(source))})
 
 
 def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
-    """The meta.json of a changed index: measurements of its build are no longer valid, and move to
-    `when_built`."""
-    meta = {
-        key: value for key, value in index.meta.items() if key not in (*MEASURED, "files", "sizes")
-    }
+    """Return the meta.json of a changed index; outdated measurements move to `when_built`."""
+    outdated = (*MEASURED, "files", "sizes")
+    meta = {key: value for key, value in index.meta.items() if key not in outdated}
     meta["count"] = len(index) + (count if change == "appended" else -count)
     meta[change] = meta.get(change, 0) + count
     measured = {key: index.meta[key] for key in MEASURED if key in index.meta}
@@ -261,7 +302,7 @@ def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
 
 
 def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]) -> None:
-    """Remove rows from an index, and close the gaps in the row numbers of its lists."""
+    """Remove rows from an index, and renumber the rows in its inverted lists without gaps."""
     for part in split(index):
         if part is None:
             continue
@@ -271,10 +312,12 @@ def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]
         ivf: Any = faiss.try_extract_index_ivf(part)
         if ivf is None:
             continue
-        # Flat storage renumbers its rows by itself; inverted lists keep the old numbers.
+        # Flat storage renumbers its rows by itself, but inverted lists keep the old numbers. Each
+        # row moves down by the number of removed rows before it.
         lists = faiss.downcast_InvertedLists(ivf.invlists)
         for number in range(ivf.nlist):
             if size := lists.list_size(number):
+                # A view of the C++ array, changed in place.
                 rows = faiss.rev_swig_ptr(lists.get_ids(number), size)
                 rows -= np.searchsorted(removed, rows)
     index.ntotal = split(index)[0].ntotal

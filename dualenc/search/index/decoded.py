@@ -1,4 +1,4 @@
-"""Vectors read back from a FAISS index: what its codes decode to, and exact search over them."""
+"""Decode vectors from the codes of a FAISS index, and search the decoded vectors exactly."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dualenc.search.index.refined import split
 BLOCK_ROWS = 2**14
 """Vectors decoded at once."""
 DECODED_BLOCK = 32
-"""Block size of the fast-scan codes that FAISS decodes right."""
+"""The only block size (`bbs`) of fast-scan codes that FAISS decodes correctly."""
+# These estimate distances without decoding, and have no `fine_quantizer`.
 RABITQ = (faiss.IndexRaBitQFastScan, faiss.IndexIVFRaBitQFastScan)
 
 
 def fast_scan_codes(index: Any) -> Any:
-    """Return the fast-scan part of an index, None if its codes are of another kind."""
+    """Return the fast-scan part of an index, or None if its codes are of another kind."""
     index = faiss.downcast_index(index)
     ivf = faiss.try_extract_index_ivf(index)
     part = index if ivf is None else faiss.downcast_index(ivf)
@@ -27,28 +28,37 @@ def fast_scan_codes(index: Any) -> Any:
 
 
 def restore_quantizer(index: Any) -> None:
-    """Set the quantizer by which an opened IVF fast-scan index decodes its codes.
+    """Set the quantizer with which an opened IVF fast-scan index decodes its codes.
 
-    FAISS leaves the pointer null when it reads such an index, and `reconstruct` then ends the
-    process.
+    FAISS leaves the pointer null when it reads such an index, and `reconstruct` then crashes.
     """
     for part in split(index):
         codes: Any = None if part is None else fast_scan_codes(part)
         is_in_lists = isinstance(codes, faiss.IndexIVFFastScan)
         if is_in_lists and codes.fine_quantizer is None:
+            # A product or an additive quantizer, depending on the kind.
             codes.fine_quantizer = getattr(codes, "pq", None) or getattr(codes, "aq", None)
 
 
 def decode(index: Any, rows: np.ndarray) -> np.ndarray:
-    """Return the vectors (n, D) that the codes of some rows (n,) stand for; FAISS's own errors are
-    raised."""
+    """Decode the vectors (n, D) of rows (n,).
+
+    Args:
+        index: filled FAISS index.
+        rows: (n,) row numbers, not negative.
+
+    Raises:
+        ValueError: FAISS cannot decode the codes.
+        RuntimeError: FAISS's own error.
+    """
     codes = fast_scan_codes(index)
     is_in_lists = isinstance(codes, faiss.IndexIVFFastScan) and not isinstance(codes, RABITQ)
-    # Without it FAISS ends the process; RaBitQ has its own.
+    # FAISS would dereference a null pointer and crash.
     if is_in_lists and codes.fine_quantizer is None:
         raise ValueError(f"FAISS does not decode the codes of an {type(codes).__name__}")
     ivf = faiss.try_extract_index_ivf(index)
-    # FAISS finds a row in inverted lists only with a direct map, which takes 8 bytes per vector.
+    # Finding a row in inverted lists needs a direct map from rows to list entries, which takes 8
+    # bytes per vector; it is built only on demand.
     if ivf is not None and ivf.direct_map.no():
         ivf.make_direct_map(True)
     return index.reconstruct_batch(rows)
@@ -57,15 +67,28 @@ def decode(index: Any, rows: np.ndarray) -> np.ndarray:
 def search_decoded(
     index: Any, queries: np.ndarray, k: int, allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compare queries (Q, D) with the decoded vectors of all allowed rows (N,) bool, for kinds
-    FAISS cannot filter."""
+    """Search the decoded vectors of all allowed rows exactly, for kinds that FAISS cannot filter.
+
+    Args:
+        index: filled FAISS index.
+        queries: (Q, D) float32.
+        k: number of results per query.
+        allowed: (N,) bool, the rows to compare.
+
+    Returns:
+        Scores and rows (Q, k), best first; row -1 pads missing results.
+
+    Raises:
+        DualencError: FAISS cannot decode the codes.
+    """
     codes = fast_scan_codes(index)
     heap = faiss.ResultHeap(len(queries), k, keep_max=True)
     rows = np.flatnonzero(allowed)
     with explain_filter(index):
-        # Other fast-scan codes decode to other vectors than those that are searched.
+        # Other fast-scan codes decode to different vectors than those that FAISS searches.
         if codes is not None and (codes.bbs != DECODED_BLOCK or isinstance(codes, RABITQ)):
             raise ValueError("or decode its codes")
+        # Decode in blocks: all vectors in float32 may exceed the memory. A heap merges the results.
         for start in range(0, len(rows), BLOCK_ROWS):
             block = rows[start : start + BLOCK_ROWS]
             vectors = decode(index, block)

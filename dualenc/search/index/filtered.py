@@ -1,4 +1,4 @@
-"""Filtered search: a FAISS search restricted to the rows that meet conditions on columns."""
+"""Filtered search: a FAISS search restricted to a set of allowed rows."""
 
 from __future__ import annotations
 
@@ -13,41 +13,66 @@ from dualenc.search.index.kinds import EXACT_VALUES
 
 _faiss: Any = faiss  # its stubs lack the signatures that take arrays and parameters
 NPROBE_FACTOR = 2
-"""Allowed rows are sparser and farther away than those that `nprobe` was tuned for: IVF visits
-twice as many lists."""
+"""Allowed rows are sparser and farther away than the neighbors that `nprobe` was tuned for, so IVF
+visits twice as many lists."""
 
 
 def default_exact_rows(dim: int) -> int:
-    """As many rows of size D as `auto` searches exactly, too."""
+    """Return how many rows of size D are searched exactly, the same as for the factory "auto".
+
+    Args:
+        dim: D.
+    """
     return EXACT_VALUES // dim
 
 
 def search_among(
     index: Any, queries: np.ndarray, k: int, allowed: np.ndarray, exact_rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Filtered search: the k best of the allowed rows (N,) bool, selected during the search and not
-    after it.
+    """Return the k best of the allowed rows, filtered during the search rather than after it.
 
-    Up to `exact_rows` allowed rows are all compared. Of more, IVF visits more lists, and HNSW more
-    vertices, in proportion to the rows that are left out, so that as many are compared as in a
-    search without a filter. Kinds that FAISS cannot filter (PQ, RQ, NSG, …) compare all allowed
-    rows, however many.
+    Up to `exact_rows` allowed rows are all compared. With more, IVF visits more lists and HNSW more
+    vertices, inversely to the fraction of allowed rows, so that as many of them are compared as in
+    an unfiltered search. Kinds that FAISS cannot filter (PQ, RQ, NSG, …) always compare all allowed
+    rows.
+
+    Args:
+        index: filled FAISS index.
+        queries: (Q, D) float32, ready for the metric.
+        k: number of results per query.
+        allowed: (N,) bool.
+        exact_rows: number of rows up to which all are compared.
+
+    Returns:
+        Scores and rows (Q, k), best first; row -1 pads missing results.
+
+    Raises:
+        DualencError: FAISS can neither filter nor decode this kind of index.
     """
     count = int(allowed.sum())
     if not count:
-        return np.full((len(queries), k), -np.inf, np.float32), np.full((len(queries), k), -1)
+        shape = (len(queries), k)
+        return np.full(shape, -np.inf, np.float32), np.full(shape, -1)
     if count <= exact_rows or not _takes_filter(index):
         return scan(index, queries, k, allowed)
-    return _search(
-        index, queries, k, _parameters(index, _selector(allowed), count / len(allowed), k)
-    )
+    parameters = _parameters(index, _selector(allowed), count / len(allowed), k)
+    return _search(index, queries, k, parameters)
 
 
 def scan(
     index: Any, queries: np.ndarray, k: int, allowed: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compare queries (Q, D) with all allowed rows (N,) bool, as the most precise stage of an index
-    stores them."""
+    """Compare queries with all allowed rows, in the most precise form that the index stores.
+
+    Args:
+        index: filled FAISS index.
+        queries: (Q, D) float32, ready for the metric.
+        k: number of results per query.
+        allowed: (N,) bool.
+
+    Returns:
+        Scores and rows (Q, k), best first; row -1 pads missing results.
+    """
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
         return scan(index.refine_index, queries, k, allowed)
@@ -58,6 +83,7 @@ def scan(
         return scan(index.index, queries, k, allowed)
     if isinstance(index, (faiss.IndexHNSW, faiss.IndexNSG)):
         graph: Any = index
+        # Skip the graph: its storage is a flat index of the same rows.
         return scan(graph.storage, queries, k, allowed)
     if not _takes_filter(index):
         return search_decoded(index, queries, k, allowed)
@@ -68,7 +94,7 @@ def scan(
 
 
 def _takes_filter(index: Any) -> bool:
-    """True if FAISS can restrict the search of an index, and compares by inner product."""
+    """True if FAISS can filter the search of an index, and compares by inner product."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
         return _takes_filter(index.base_index)
@@ -76,7 +102,7 @@ def _takes_filter(index: Any) -> bool:
         return _takes_filter(index.index)
     if isinstance(index, faiss.IndexHNSW):
         return True
-    # FAISS has HNSW and NSG over PQ by distance only.
+    # FAISS has some kinds, such as NSG over PQ, by L2 distance only.
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:
         return False
     additive = (faiss.IndexIVFAdditiveQuantizer, faiss.IndexIVFAdditiveQuantizerFastScan)
@@ -86,6 +112,7 @@ def _takes_filter(index: Any) -> bool:
 
 
 def _selector(allowed: np.ndarray) -> Any:
+    # One bit per row, the least significant first.
     return _faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
 
 
@@ -97,10 +124,10 @@ def _search(
 
 
 def _parameters(index: Any, selector: Any, share: float, k: int) -> Any:
-    """FAISS search parameters for an index of any nesting: its own settings, scaled by the share of
-    allowed rows."""
+    """Return FAISS search parameters: the index's own settings, scaled by 1 / allowed share."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
+        # The base index must return enough candidates to rescore.
         inner = _parameters(index.base_index, selector, share, math.ceil(k * index.k_factor))
         return _faiss.IndexRefineSearchParameters(k_factor=index.k_factor, base_index_params=inner)
     if isinstance(index, faiss.IndexPreTransform):
