@@ -1,10 +1,9 @@
-"""Documents that are vectors already: an index, embeddings or a collection as one (N, D) matrix,
-mapped into memory.
+"""Expose the vectors of an index, embeddings folder or collection as one memory-mapped matrix.
 
-    documents.npy     the vectors in half precision, row by row as the source numbers them
+    documents.npy     the vectors (N, D) in half precision, in the order of the source
     documents.json    the fingerprint of that source
 
-Only sources that cannot be mapped as they are need these files.
+Only sources that cannot be memory-mapped directly need these files.
 """
 
 from __future__ import annotations
@@ -40,25 +39,32 @@ from dualenc.search.index.open import EMBEDDINGS_META, Index, is_index
 VECTORS = "documents.npy"
 NOTE = "documents.json"
 LENGTH_TOLERANCE = 0.01
-"""Relative difference of lengths from which an inner product ranks otherwise than the cosine."""
+"""Relative difference of lengths from which the inner product ranks differently than the cosine."""
 SAMPLED_ROWS = 256
-"""In each of 16 places."""
+"""Rows in each of the 16 places whose lengths are sampled."""
 CHECKED_ROWS = 64
 CHECKED_RESULTS = 256
-"""Rows whose vectors are searched before an index is read, and results of each that are
-compared."""
+"""Number of rows whose vectors are used as queries to check an index, and of results to compare."""
 MAX_RESIDUAL = 0.1
-"""Largest residual of scores in units of their spread; lookup tables of fast-scan codes leave 0.02,
-RaBitQ 0.2."""
+"""Largest residual of scores relative to their spread. The lookup tables of fast-scan codes cause
+0.02, RaBitQ's estimates 0.2."""
 SAME_SCORE = 1e-3
-"""Relative difference of scores that are the same but for rounding."""
-BATCH_ROWS = 1024
-"""Vectors asked of an engine at once."""
+"""Relative difference of scores that is due to rounding."""
 
 
 class ReadRows:
-    """A matrix (N, D) float32 whose rows are read, or computed, when they are taken by slice or by
-    numbers."""
+    """A lazy matrix (N, D) float32: rows are read or computed when they are indexed.
+
+    It supports slices and arrays of row numbers.
+
+        vectors = ReadRows(len(index), index.dim, index.reconstruct)
+        vectors[:100]
+
+    Args:
+        count: N.
+        dim: D.
+        read: returns the vectors (n, D) of row numbers (n,).
+    """
 
     dtype = np.dtype(np.float32)
 
@@ -70,27 +76,28 @@ class ReadRows:
         return self.shape[0]
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        return self.read(np.arange(*rows.indices(len(self))) if isinstance(rows, slice) else rows)
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(len(self)))
+        return self.read(rows)
 
 
 def open_documents(source: str | Path, work: str | Path | None = None) -> Embeddings:
-    """Open the vectors (N, D) that a search compares queries with; the source is only read.
+    """Open the vectors (N, D) that a search compares queries with, without changing the source.
 
         documents = open_documents("index", "runs/adapted")
         documents.vectors[:100], documents.ids[:100], documents.meta["model"]
 
-    Vectors are of length one, except those of a compressed index by cosine, which are what its
-    codes stand for.
+    Vectors have length one, except for the decoded vectors of a compressed cosine index.
 
     Args:
-        source: an index, a folder of embeddings, a BEIR folder whose corpus is vectors, or what
-            `dualenc push` wrote.
-        work: folder for the vectors in half precision, unless they can be mapped where they are; a
-            second call with the same source uses them again.
+        source: an index, an embeddings folder, a BEIR folder whose corpus is vectors, or a folder
+            that `dualenc push` wrote.
+        work: folder for a copy in half precision, if the vectors cannot be memory-mapped directly;
+            a second call with the same source reuses it.
 
     Raises:
-        DualencError: the source is corrupt or of another kind, its index gives no vectors back, or
-            its inner products are of vectors of different lengths.
+        DualencError: the source is corrupt or of another kind, its vectors cannot be decoded, or it
+            compares vectors of different lengths by inner product.
     """
     refuse_url(source)
     if not isinstance(source, str | Path) or not str(source):
@@ -112,6 +119,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
                 where=source,
             )
         path = Path(work) / VECTORS
+        # One process copies; the others wait for it and map the copy.
         if distributed.is_main():
             _write_once(documents, path, _checksum_of_rows(source, documents), scale=not is_ready)
     distributed.barrier()
@@ -120,26 +128,31 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
 
 
 def fingerprint(source: str | Path) -> str:
-    """SHA-256 of the names and contents of a source's files; of a collection by the fingerprint
-    that it stores."""
+    """Return a checksum of a source: the SHA-256 of its files, or the fingerprint of a collection.
+
+    Args:
+        source: as for `open_documents`.
+
+    Raises:
+        DualencError: the source is empty, or its engine holds other embeddings.
+    """
     refuse_url(source)
     source = Path(source)
     if is_pushed(source):
-        # Compares the fingerprint in meta.json with the one in the collection.
+        # Opening compares the fingerprint in meta.json with the one in the collection.
         open_engine(source).close()
     return _checksum_of_files(source)
 
 
 def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
-    """What identifies copied vectors: of a collection also its ids, which others may have
-    changed."""
+    """Return the identity of copied vectors; for a collection with the ids, which may change."""
     checksum = _checksum_of_files(source)
     return digest_of(checksum, documents.ids) if is_pushed(source) else checksum
 
 
 def _checksum_of_files(source: Path) -> str:
     if is_pushed(source):
-        # Search settings may change beside it.
+        # The other entries of meta.json may change, such as search settings.
         return str(read_pushed(source)["fingerprint"])
     pattern = "corpus*" if detect(source) == "beir" else "*"
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
@@ -155,11 +168,11 @@ def _checksum_of_files(source: Path) -> str:
 
 
 def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
-    """The documents of a source, and whether their vectors are compared as they are stored."""
+    """Open the documents of a source; return whether their vectors are compared unscaled, too."""
     if is_pushed(source):
         engine = open_engine(source)
         stack.callback(engine.close)
-        # By cosine an engine may compare vectors of any length.
+        # For the cosine an engine may store vectors of any length, but those of a model are unit.
         return _engine_documents(engine), engine.meta.get("output") == "embedding"
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
@@ -173,7 +186,7 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         return embeddings, bool(embeddings.meta.get("normalized"))
     if detect(source) != "beir":
         raise DualencError(
-            "no index, embeddings, BEIR folder of vectors or pushed collection",
+            "not an index, embeddings, a BEIR folder of vectors or a pushed collection",
             fix="make an index with `dualenc index MODEL DATA`",
             where=source,
         )
@@ -183,10 +196,13 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
 
 
 def _about(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of meta.json that describe documents."""
     return {name: meta[name] for name in (*EMBEDDINGS_META, "metric", "dim") if name in meta}
 
 
 def _index_documents(index: Index, source: Path) -> Embeddings:
+    """Return the items of an index with decoded vectors."""
+
     def read(rows: np.ndarray) -> np.ndarray:
         try:
             return index.reconstruct(rows)
@@ -198,32 +214,30 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
 
 
 def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
-    """Refuse an index whose vectors do not rank the results of its own searches as these are
-    ranked.
+    """Raise if the decoded vectors do not reproduce the ranking of the index's own searches.
 
-    Searches for a sample of its vectors are compared, each up to a factor and a constant, which
-    change no ranking.
+    For a sample of vectors as queries, scores of a search are compared with inner products of
+    decoded vectors, up to a factor and a constant per query, which change no ranking.
     """
     rows = np.unique(np.linspace(0, len(index) - 1, CHECKED_ROWS).astype(int))
     vectors = documents.vectors[rows]
     squares, residuals = 0.0, 0.0
     for row, query in zip(rows, as_queries(vectors, index.dim, index.meta["metric"])):
-        scores, found = (
-            part[0] for part in index.search_rows(query, min(CHECKED_RESULTS, len(index)))
-        )
-        # Its own score would be most of the spread.
-        is_other = (found >= 0) & (found != row)
-        own = scores[is_other].astype(np.float64)
-        read = documents.vectors[found[is_other]]
-        by_hand = (read @ query).astype(np.float64)
-        rounding = SAME_SCORE * np.linalg.norm(query) * np.linalg.norm(read, axis=1)
-        if not len(own) or (np.abs(own - by_hand) <= rounding).all():
+        scores, results = index.search_rows(query, min(CHECKED_RESULTS, len(index)))
+        # Leave out the query's own row, whose score would dominate the spread.
+        is_other = (results[0] >= 0) & (results[0] != row)
+        searched = scores[0][is_other].astype(np.float64)
+        decoded = documents.vectors[results[0][is_other]]
+        products = (decoded @ query).astype(np.float64)
+        rounding = SAME_SCORE * np.linalg.norm(query) * np.linalg.norm(decoded, axis=1)
+        if not len(searched) or (np.abs(searched - products) <= rounding).all():
             continue
-        own -= own.mean()
-        by_hand -= by_hand.mean()
-        factor = max(float(own @ by_hand) / max(float(by_hand @ by_hand), 1e-30), 0.0)
-        squares += float(own @ own)
-        residuals += float(np.square(own - factor * by_hand).sum())
+        searched -= searched.mean()
+        products -= products.mean()
+        # Least squares: searched ≈ factor · products. A negative factor would reverse the ranking.
+        factor = float(searched @ products) / max(float(products @ products), 1e-30)
+        squares += float(searched @ searched)
+        residuals += float(np.square(searched - max(factor, 0.0) * products).sum())
     if residuals > MAX_RESIDUAL**2 * squares:
         kind = index.meta.get("factory", "?")
         percent = 100 * math.sqrt(residuals / squares)
@@ -237,7 +251,7 @@ def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
 
 
 def _engine_documents(engine: Engine) -> Embeddings:
-    """The items of an engine in the order of their ids."""
+    """Return the items of an engine in the order of their ids."""
     texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
     if len(ids) < len(engine):
@@ -255,19 +269,18 @@ def _engine_documents(engine: Engine) -> Embeddings:
     snippets = list(texts.values()) if engine.has_snippets else None
 
     def read(rows: np.ndarray) -> np.ndarray:
-        batches = [rows[start : start + BATCH_ROWS] for start in range(0, len(rows), BATCH_ROWS)]
-        return np.concatenate([engine.vectors([ids[row] for row in batch]) for batch in batches])
+        return engine.vectors_in_batches([ids[row] for row in rows])
 
     return Embeddings(ids, ReadRows(len(ids), engine.dim, read), _about(engine.meta), snippets)
 
 
 def _table_documents(source: Path) -> Embeddings:
-    """The vectors of corpus.parquet in a BEIR folder."""
+    """Return the vectors of corpus.parquet in a BEIR folder."""
     bad_rows = BadRows(source)
     corpus = read_corpus(source, bad_rows=bad_rows)
     if corpus.modality != "vector":
         raise DualencError(
-            "its corpus is texts",
+            "its corpus consists of texts",
             fix=f"index them with `dualenc index MODEL {source}`",
             where=source,
         )
@@ -277,12 +290,12 @@ def _table_documents(source: Path) -> Embeddings:
         return np.stack([corpus.items[row] for row in rows])
 
     vectors = ReadRows(len(corpus), len(corpus.items[0]), read)
-    return Embeddings(
-        corpus.ids, vectors, {"metric": "cosine", "modality": "vector"}, None, corpus.columns
-    )
+    meta = {"metric": "cosine", "modality": "vector"}
+    return Embeddings(corpus.ids, vectors, meta, None, corpus.columns)
 
 
 def _check_lengths(documents: Embeddings, source: Path) -> None:
+    """Raise unless a sample of the vectors has equal lengths, so that ip ranks like the cosine."""
     starts = np.linspace(0, max(len(documents) - SAMPLED_ROWS, 0), 16).astype(int).tolist()
     blocks = [documents.vectors[start : start + SAMPLED_ROWS] for start in starts]
     lengths = np.linalg.norm(np.concatenate(blocks), axis=1)
@@ -296,13 +309,13 @@ def _check_lengths(documents: Embeddings, source: Path) -> None:
 
 
 def _are_unit(documents: Embeddings) -> bool:
+    """True if all vectors have length one."""
     squares = (np.einsum("nd,nd->n", block, block) for block in documents.blocks())
     return all((np.abs(block - 1) <= STORED_TOLERANCE).all() for block in squares)
 
 
 def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) -> None:
-    """Write the vectors as float16, scaled to length one or as they are, unless they are there
-    already."""
+    """Write the vectors as float16, scaled to length one if asked, unless this copy exists."""
     note = path.with_name(NOTE)
     noted = read_json_object(note) if note.is_file() else {}
     if path.is_file() and noted.get("source") == source:
@@ -325,6 +338,7 @@ def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) 
         for block in blocks:
             stream.write(block.astype(np.float16).tobytes())
             bar.update(len(block))
-        # Before the vectors: after a kill it must not describe others, but tell who wrote them.
+        # Write the note before the vectors are swapped in: after a kill it must mark them as ours,
+        # but not as a copy of any source.
         write_json(note, {"source": None})
     write_json(note, {"source": source})

@@ -15,21 +15,21 @@ from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.types import Vectors
 
-# Rows per block of queries and of documents. They never depend on the number of processes: a matrix
-# product rounds differently for other shapes, and results must not.
+# Rows per block of queries and of documents. They must not depend on the number of processes: a
+# matrix product rounds differently for other shapes, and results would differ.
 QUERY_BLOCK = 512
 DOCUMENT_BLOCK = 32768
 
-# Query blocks in memory together: each block of documents is read, and copied to a GPU, once for
-# all of them.
+# Query blocks that are in memory together. Each block of documents is read, and copied to the GPU,
+# once for all of them.
 MAX_QUERY_BLOCKS = 64
 
-# Documents found beyond the k-th: a tie across the k-th place is settled among them, a longer one
-# by a second search.
+# Documents to find beyond the k-th, to decide a tie across the k-th place. A longer tie takes a
+# second search.
 SPARE = 16
 
 Results = list[tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]]
-"""Scores and columns of each block of queries."""
+"""Scores (B, k) and columns (B, k) of each block of queries."""
 _LOW = 2**32 - 1
 
 
@@ -41,19 +41,27 @@ def exact_search(
     document_ids: Sequence[str] | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """The k documents of highest inner product with each query, exactly: scores (Q, k), descending,
-    and columns (Q, k).
+    """Find the k documents with the highest inner product for each query, exactly.
 
-    Documents are searched block by block, and may be memory-mapped and larger than memory. Equal
-    scores are ordered by descending document id (column without ids), also where they decide who is
-    among the k. Several processes share the queries, and all get the whole result. A GPU works in
-    float32 without TF32; elsewhere FAISS searches.
+    Documents are searched in blocks, so they may be memory-mapped and larger than memory. Equal
+    scores are ordered by descending document id, or column without ids, also where they decide
+    which documents are among the k. Several processes share the queries, and all of them get the
+    whole result. A GPU computes in float32 without TF32; elsewhere FAISS searches.
+
+        scores, columns = exact_search(queries, documents, k=10)
 
     Args:
         queries: (Q, D) embeddings.
         documents: (N, D) embeddings.
         k: number of documents; all N if k is larger.
         document_ids: (N,) ids, for the order of ties.
+        device: device to search on.
+
+    Returns:
+        Scores (Q, k), descending, and columns (Q, k).
+
+    Raises:
+        DualencError: the shapes do not fit, or an embedding is not finite.
     """
     num_ids = len(documents) if document_ids is None else len(document_ids)
     is_comparable = len(queries.shape) == 2 and queries.shape[1:] == documents.shape[1:]
@@ -81,15 +89,14 @@ def exact_search(
 
 
 def _precedence(num_documents: int, document_ids: Sequence[str] | None) -> npt.NDArray[np.int64]:
-    """(N,) rank of each document among equal scores: the highest id, or column, first."""
+    """Return the rank (N,) of each document among equal scores, by descending id or column."""
     if document_ids is None:
         return np.arange(num_documents)[::-1]
-    # Read once: the ids may be on disk.
+    # Read the ids once, because they may be on disk.
     names = list(document_ids)
+    descending = sorted(range(len(names)), key=names.__getitem__, reverse=True)
     precedence = np.empty(num_documents, np.int64)
-    precedence[sorted(range(len(names)), key=names.__getitem__, reverse=True)] = np.arange(
-        len(names)
-    )
+    precedence[descending] = np.arange(len(names))
     return precedence
 
 
@@ -106,16 +113,17 @@ def _search_by_faiss(
         (np.zeros((len(own), 0), np.float32), np.zeros((len(own), 0), np.int64)) for own in rows
     ]
     before = faiss.cvar.distance_compute_blas_threshold
-    # FAISS multiplies matrices for small blocks of queries too; its own rule is several times
-    # slower for them.
+    # Use matrix products for small blocks of queries too: FAISS's default is several times slower.
     faiss.cvar.distance_compute_blas_threshold = 20
     try:
         for start in range(0, len(documents), DOCUMENT_BLOCK):
             block = _float32(documents[start : start + DOCUMENT_BLOCK], "a document")
             for number, own in enumerate(rows):
                 block_scores, block_columns = _knn_with_ties(own, block, k)
-                scores = np.concatenate([results[number][0], block_scores], axis=1)
-                columns = np.concatenate([results[number][1], start + block_columns], axis=1)
+                best_scores, best_columns = results[number]
+                scores = np.concatenate([best_scores, block_scores], axis=1)
+                columns = np.concatenate([best_columns, start + block_columns], axis=1)
+                # The last key is the primary one: descending score, then precedence.
                 order = np.lexsort((precedence[columns], -scores), axis=1)[:, :k]
                 results[number] = (
                     np.take_along_axis(scores, order, 1),
@@ -129,11 +137,11 @@ def _search_by_faiss(
 def _knn_with_ties(
     queries: npt.NDArray[np.float32], documents: npt.NDArray[np.float32], k: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """At least the k nearest, and whatever ties with the k-th: FAISS returns ties in no fixed
-    order."""
+    """Return at least the k nearest and all ties with the k-th; FAISS orders ties arbitrarily."""
     count = min(k + SPARE, len(documents))
     while True:
         scores, columns = faiss.knn(queries, documents, count, faiss.METRIC_INNER_PRODUCT)
+        # The last score is below the k-th one, so no tie with the k-th was cut off.
         if count == len(documents) or (scores[:, -1] < scores[:, k - 1]).all():
             return scores, columns
         count = min(2 * count, len(documents))
@@ -153,16 +161,24 @@ def search_by_torch(
     precedence: npt.NDArray[np.int64],
     device: torch.device,
 ) -> Results:
-    """The same as `_search_by_faiss`, on a device, with about 25 bytes there for each pair of a
-    query and a document.
+    """Search like `_search_by_faiss`, on a device.
 
-    A score and the precedence among equals are packed into one integer, so that topk orders ties,
-    too, and the host waits for the device only once, after the last block.
+    It takes about 25 bytes of device memory for each pair of a query and a document of a block. A
+    score and the precedence among equals are packed into one integer, so that topk also orders
+    ties, and the host waits for the device only once, after the last block.
+
+    Args:
+        queries: blocks (B, D) of queries.
+        documents: (N, D) embeddings.
+        k: number of documents, at most N.
+        precedence: (N,) rank of each document among equal scores.
+        device: device to search on.
     """
     column_of = np.empty_like(precedence)
     column_of[precedence] = np.arange(len(precedence))
     with _full_precision(device):
         rows = [_on_device(block, device) for block in queries]
+        # Checked at the end: reading a flag here would wait for the device.
         finite = [torch.stack([block.isfinite().all() for block in rows]).all()]
         last = torch.from_numpy(_LOW - precedence).to(device)
         best = [torch.empty((len(own), 0), dtype=torch.int64, device=device) for own in rows]
@@ -185,9 +201,11 @@ def search_by_torch(
 
 
 def _keys(scores: Tensor, last: Tensor) -> Tensor:
-    """(B, n) integers in the order of scores (B, n), and where these are equal of `last` (n,), from
-    0 to 2³² − 1."""
-    scores += 0.0  # the two zeros are one
+    """Return integers (B, n) that sort like scores (B, n), and among equal ones like `last` (n,).
+
+    The high 32 bits are the score, and the low ones are `last`, from 0 to 2³² − 1.
+    """
+    scores += 0.0  # turns -0 into 0, which has other bits but is equal
     keys = _flipped(scores.view(torch.int32)).long()
     keys <<= 32
     keys |= last
@@ -195,13 +213,16 @@ def _keys(scores: Tensor, last: Tensor) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """The bits of floats as integers of the same order, and back: those of negative numbers ascend
-    with the size."""
+    """Convert the bits of floats to integers of the same order, or back.
+
+    Positive floats already sort like their bits. The bits of negative ones sort in reverse, so all
+    but the sign are inverted.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
-    """(n, D) float32; half precision is copied as it is stored."""
+    """Copy vectors to a device as float32 (n, D); half precision is converted there."""
     rows = np.asarray(vectors)
     rows = np.array(rows, rows.dtype if rows.dtype == np.float16 else np.float32, order="C")
     return torch.from_numpy(rows).to(device).float()
@@ -209,6 +230,7 @@ def _on_device(vectors: Vectors, device: torch.device) -> Tensor:
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
+    """Disable TF32 and autocast in this context."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"

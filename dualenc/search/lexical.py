@@ -38,8 +38,8 @@ FORMAT = "dualenc bm25"
 VERSION = 3
 """Version of the tokenization: an index and its queries must be tokenized alike."""
 VERSIONS = (2, VERSION)
-"""Versions that can be searched. Version 2 kept zero-width characters, which split words, and the dot
-of the Turkish i."""
+"""Versions that can be searched. Version 2 kept zero-width characters, which split words, and the
+dot of the Turkish i."""
 K1 = 1.5
 B = 0.75
 """Term-frequency saturation and strength of the length normalization: the common defaults."""
@@ -47,7 +47,7 @@ AGAIN = "run dualenc index INDEX --bm25"
 
 
 def _import_bm25s() -> ModuleType:
-    """Import bm25s without JAX: it would import it if installed, which allocates most of the GPU."""
+    """Import bm25s without JAX, which it would import if installed, and which fills the GPU."""
     modules: dict[str, Any] = sys.modules
     jax = modules.get("jax")
     modules["jax"] = None  # makes `import jax` raise ImportError

@@ -302,7 +302,7 @@ def test_documents_that_do_not_fit(
         (toy_text, tmp_path / "renamed", *documents): "holds none of its 2 judged documents",
         (toy_text, tmp_path / "fewer", *documents, "--bm25"): "its corpus lacks 'd30', which is in",
         (toy_text, tmp_path / "pairs.csv", *documents): "--documents needs a BEIR folder",
-        (toy_text, data, "--documents", data): "its corpus is texts; index them",
+        (toy_text, data, "--documents", data): "its corpus consists of texts; index them",
     }
     for words, message in cases.items():
         told = failure(capsys, "evaluate", "retrieval", *words, "--out", tmp_path / "out")

@@ -261,7 +261,7 @@ def test_a_migration_whose_cleaning_up_was_killed_is_done(
     assert Index.open(index).meta["mapped"] == 0
     assert work.exists()
     run(*changes(made, index)["remove"])  # the migration is over
-    assert "no migration is under way; a finished one" in failure(
+    assert "no migration is under way; the old index of a finished one" in failure(
         capsys, "migrate", index, "--rollback"
     )
     assert not work.exists()

@@ -309,7 +309,7 @@ def test_an_index_that_was_replaced_during_the_work_is_not_overwritten(
     monkeypatch.setattr(Migration, "swap", replace_first)
     line = failure(capsys, "migrate", index, made / "new")
     assert (
-        "something else has replaced it while its model was being changed, and it stays as it is"
+        "something else has replaced it while its model was being changed, so it is left unchanged"
         in line
     )
     assert contents(index) == contents(by_hand)

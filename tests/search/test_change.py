@@ -104,13 +104,13 @@ def test_mistakes_change_nothing(tmp_path: Path) -> None:
             "has vectors of dimension 16, not 17",
         ),
         (more(["other"], model_checksum="b"), "has vectors of model_checksum a, not b"),
-        (Embeddings([], np.zeros((0, 16), np.float32)), "there are no vectors"),
+        (Embeddings([], np.zeros((0, 16), np.float32)), "vectors are missing"),
         (broken, "the vector of 'nan' is not finite"),
     ]:
         with pytest.raises(DualencError, match=message):
             append(folder, added)
     for gone, message in [
-        (["doc 5", "nobody"], "has no item 'nobody'"),
+        (["doc 5", "nobody"], "lacks the item 'nobody'"),
         ([], "no ids were given"),
         ([f"doc {row}" for row in range(COUNT)], "nothing would be left"),
     ]:

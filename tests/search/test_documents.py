@@ -113,7 +113,7 @@ def test_beir_folders_of_vectors(tmp_path: Path) -> None:
     assert fingerprint(tmp_path / "table") == before
     (tmp_path / "table" / "corpus.parquet").unlink()
     (tmp_path / "table" / "corpus.jsonl").write_text(json.dumps({"_id": "a", "text": "b"}))
-    with pytest.raises(DualencError, match="its corpus is texts; index them"):
+    with pytest.raises(DualencError, match="its corpus consists of texts; index them"):
         open_documents(tmp_path / "table", tmp_path / "work")
 
 
@@ -188,7 +188,8 @@ def test_sources_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         Index.open(corrupt)
     messages = {
         tmp_path / "missing": "no such folder",
-        tmp_path / "empty": "no index, embeddings, BEIR folder of vectors or pushed collection",
+        tmp_path
+        / "empty": "not an index, embeddings, a BEIR folder of vectors or a pushed collection",
         lossy: "an index of kind PCAW16,Flat gives no vectors back",
         corrupt: str(theirs.value),
     }

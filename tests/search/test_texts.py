@@ -42,7 +42,7 @@ def test_they_are_never_those_of_another_index(made: Path, tmp_path: Path) -> No
         shutil.rmtree(folder / name)
     (tmp_path / "gone.txt").write_text("d3\n")
     run("remove", folder, tmp_path / "gone.txt")
-    with pytest.raises(DualencError, match=r"keeps no texts; run dualenc index INDEX --texts"):
+    with pytest.raises(DualencError, match=r"stores no texts; run dualenc index INDEX --texts"):
         opened(folder)
     shutil.copytree(made / "index" / "texts", folder / "texts")
     with pytest.raises(DualencError, match="is of other texts than the index"):

@@ -50,7 +50,7 @@ Z = 1.959964
 
 
 Searched = Engine | Index
-"""What recall is measured for: both have `search`, `ladder` and `workload_filter`."""
+"""Anything whose recall is measured: it has `search`, `ladder` and `workload_filter`."""
 
 
 def open_searched(folder: Path) -> Searched:
@@ -72,7 +72,7 @@ class Measurement(NamedTuple):
         low: lower end of the interval.
         high: upper end of the interval.
         searches: number of searches.
-        filters: for each filter its recall, mean numbers of rows, and milliseconds per search.
+        filters: recall, mean numbers of rows and milliseconds per search of each filter.
     """
 
     recall: float
@@ -197,7 +197,7 @@ def read_filters(path: str | Path) -> list[str]:
     """Read the filters of a workload: a JSON object with `filter` on each line.
 
     Raises:
-        DualencError: a line has no filter, or the file has none at all.
+        DualencError: a line lacks a filter, or the file is empty.
     """
     filters = []
     bad_rows = BadRows(path)

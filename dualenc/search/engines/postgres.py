@@ -276,7 +276,7 @@ class PostgresIndex(Engine):
         if settings is not None and "ef_search" in settings:
             settings["ef_search"] = min(max(settings["ef_search"], k), MAX_EF_SEARCH)
         for rows in self._read(statement, parameters, self._session(settings)):
-            # Rows that others added may lack a vector, and then have no distance.
+            # Rows that others added may lack a vector and thus a distance.
             whole = [row for row in rows if row[0] is not None]
             scored = [(self._score(row[0]), dict(zip(names, row[1:]))) for row in whole]
             # An iterative scan in relaxed order returns rows only roughly sorted.

@@ -199,7 +199,7 @@ class QdrantIndex(Engine):
         yield {"exact": True}
 
     def exclusive(self) -> AbstractContextManager[None]:
-        # Qdrant has no locks. Simultaneous pushes of the same embeddings write the same points.
+        # Qdrant lacks locks. Simultaneous pushes of the same embeddings write the same points.
         return nullcontext()
 
     def fill(self, *, beside: bool) -> State | None:
@@ -330,7 +330,7 @@ class QdrantIndex(Engine):
                     fix=f"set {API_KEY} to one that may do it",
                     where=self.location,
                 ) from error
-            # Retrying may help if there was no response, or one that does not blame the request.
+            # Retrying may help without a response, or with one that does not blame the request.
             is_lost = isinstance(error, ResponseHandlingException)
             is_temporary = is_lost or status == 429 or (status or 0) >= 500
             remedy = resume if is_temporary else ""

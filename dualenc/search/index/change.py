@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dualenc.data import Corpus
 
 MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
-"""Entries of meta.json that describe the index as it was built."""
+"""Entries of meta.json that were measured when the index was built."""
 PLACEHOLDER = "_"
 """Name of the placeholder column, which no column of a user can have."""
 
@@ -117,7 +117,9 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
             return index
         if not len(rows) or (rows < 0).any():
             raise DualencError(
-                f"has no item {ids[int(np.argmin(rows))]!r}" if len(rows) else "no ids were given",
+                f"lacks the item {ids[int(np.argmin(rows))]!r}"
+                if len(rows)
+                else "no ids were given",
                 fix="give ids that it has",
                 where=folder,
             )
@@ -283,7 +285,7 @@ def _joined(
 
 
 def _table(source: Index | Embeddings) -> pa.Table:
-    """Return the columns of a source, or a placeholder: without columns a table has no rows."""
+    """Return the columns of a source, or a placeholder: a table needs a column to have rows."""
     if source.columns is not None:
         return source.columns
     return pa.table({PLACEHOLDER: pa.nulls(len(source))})

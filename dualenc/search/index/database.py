@@ -38,7 +38,7 @@ class Database:
 
     def __init__(self, embeddings: Embeddings, metric: Metric) -> None:
         if not len(embeddings):
-            raise DualencError("there are no vectors", fix="give at least one")
+            raise DualencError("vectors are missing", fix="give at least one")
         self.embeddings = embeddings
         self.metric = metric
         self.are_unit = bool(embeddings.meta.get("normalized"))

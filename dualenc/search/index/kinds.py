@@ -126,7 +126,7 @@ def training_rows_in(memory: int, dim: int) -> int:
 def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> int:
     """Return the number of inverted lists: the power of two nearest to 4√N.
 
-    It is lower where lists would get fewer than 39 training vectors, the minimum of FAISS's k-means.
+    It is lower if lists would get fewer than 39 training vectors, the minimum of FAISS's k-means.
 
     Args:
         num_vectors: N.

@@ -1,1 +1,1 @@
-"""Change the embedding model of an index."""
+"""Migrate an index to another embedding model."""

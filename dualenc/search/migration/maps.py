@@ -1,5 +1,4 @@
-"""A linear map from the space of one model to that of another, learned from vectors of the same
-texts.
+"""Linear maps from the space of one model to that of another, fitted on vectors of the same texts.
 
 Source: Drift-Adapter (Vejendla 2025, arXiv:2509.23471), which maps queries of a new model into the
 space of an old one.
@@ -19,16 +18,21 @@ from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path
 from dualenc.search.exact_search import exact_search
 
-NEIGHBOURS = 10
+NEIGHBORS = 10
 FOLDS = 5
-"""Pairs are held out by fifths."""
+"""Number of folds of the cross-validation."""
 PENALTIES = 10.0 ** np.arange(-4, 2)
-"""Ridge penalties to choose from, in units of the mean squared singular value."""
+"""Ridge penalties to choose from, relative to the mean squared singular value."""
 
 
 @dataclass(frozen=True)
 class LinearMap:
-    """The map x ↦ unit(x·W + b) of vectors (n, D) to unit vectors (n, E).
+    """The map x ↦ unit(x·W + b) from vectors (n, D) to unit vectors (n, E).
+
+    Create one with `fit` or `LinearMap.load`.
+
+        to_new = fit(old_vectors, new_vectors)
+        mapped = to_new(more_old_vectors)
 
     Attributes:
         weight: (D, E) float32, W.
@@ -39,7 +43,7 @@ class LinearMap:
     bias: np.ndarray
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
-        """Map vectors (n, D) to float32 unit vectors (n, E)."""
+        """Map vectors (n, D) to unit vectors (n, E) float32; zero stays zero."""
         mapped = np.asarray(vectors, np.float32) @ self.weight + self.bias
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
         return mapped / np.where(lengths == 0, 1, lengths)
@@ -51,7 +55,11 @@ class LinearMap:
 
     @classmethod
     def load(cls, path: Path) -> LinearMap:
-        """Read the map that `save` wrote."""
+        """Read a map that `save` wrote.
+
+        Raises:
+            DualencError: the file is corrupt.
+        """
         try:
             return cls(**load_file(path))
         except (SafetensorError, TypeError) as error:
@@ -61,23 +69,41 @@ class LinearMap:
 
 
 def fit(x: np.ndarray, y: np.ndarray) -> LinearMap:
-    """Ridge regression of pairs x (n, D) and y (n, E), the penalty of `PENALTIES` by the exact
-    leave-one-out error."""
-    centred = np.asarray(x, np.float64) - x.mean(axis=0, dtype=np.float64)
-    scale = np.square(centred).sum() / min(centred.shape)
+    """Fit a linear map from x to y by ridge regression.
+
+    The penalty among `PENALTIES` minimizes the exact leave-one-out error.
+
+    Args:
+        x: (n, D) vectors of the old model.
+        y: (n, E) vectors of the new model for the same texts.
+    """
+    centered = np.asarray(x, np.float64) - x.mean(axis=0, dtype=np.float64)
+    # The squared Frobenius norm is the sum of squared singular values, of which min(n, D) differ
+    # from zero.
+    scale = np.square(centered).sum() / min(centered.shape)
     ridge = RidgeCV(alphas=PENALTIES * scale).fit(x, y)
     weight = np.ascontiguousarray(ridge.coef_.T, np.float32)
     return LinearMap(weight, ridge.intercept_.astype(np.float32))
 
 
 def folds(count: int, seed: int = 0) -> np.ndarray:
-    """(n,) the fold of each pair, 0 to 4, of equal sizes up to one."""
+    """Return the fold (n,) of each pair, 0 to 4; sizes differ by at most one.
+
+    Args:
+        count: n, the number of pairs.
+        seed: random seed.
+    """
     return np.random.default_rng(seed).permutation(count) % FOLDS
 
 
 def out_of_fold(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
-    """x (n, D) mapped to (n, E), each row by a map that was learned from the pairs of other
-    folds."""
+    """Map x to (n, E), each row by a map that was fitted on the other folds.
+
+    Args:
+        x: (n, D) vectors of the old model.
+        y: (n, E) vectors of the new model for the same texts.
+        fold: (n,) fold of each pair.
+    """
     mapped = np.empty((len(x), y.shape[1]), np.float32)
     for number in range(FOLDS):
         is_held_out = fold == number
@@ -86,14 +112,24 @@ def out_of_fold(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
 
 
 def neighbours(queries: np.ndarray, documents: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The 10 nearest documents (Q, 10) of queries (Q, D), by exact search; a query's own row (Q,)
-    is left out."""
-    columns = exact_search(queries, documents, NEIGHBOURS + 1)[1]
-    # A stable sort moves the query itself, where it was found, behind the others.
+    """Return the 10 nearest documents (Q, 10) of queries by exact search, without themselves.
+
+    Args:
+        queries: (Q, D) vectors.
+        documents: (N, D) vectors.
+        rows: (Q,) document row of each query.
+    """
+    columns = exact_search(queries, documents, NEIGHBORS + 1)[1]
+    # A stable sort moves the query itself, if it was found, behind the others.
     order = np.argsort(columns == rows[:, None], axis=1, kind="stable")
-    return np.take_along_axis(columns, order, axis=1)[:, :NEIGHBOURS]
+    return np.take_along_axis(columns, order, axis=1)[:, :NEIGHBORS]
 
 
 def overlap(results: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """(Q,) the share of the true neighbours (Q, k) among the results (Q, k)."""
+    """Return the fraction (Q,) of true neighbors that are among the results.
+
+    Args:
+        results: (Q, k) document rows.
+        truth: (Q, k) document rows of the true neighbors.
+    """
     return (results[:, :, None] == truth[:, None, :]).any(axis=1).mean(axis=1)

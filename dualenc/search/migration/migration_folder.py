@@ -1,8 +1,8 @@
-"""The work folder of a migration, INDEX.migration: whose it is, how far it is, what may not change.
+"""The work folder of a migration, INDEX.migration: its plan and progress, and a guard for INDEX.
 
-An index must not change while a migration embeds its documents: the next replacement would undo the
-change. Commands that change one ask here first, under the lock of the index, which a migration
-holds while it reads the index.
+An index must not change while a migration embeds its documents, because the next swap would undo
+the change. Commands that change an index call `check_unmigrated` first, under the lock of the
+index, which a migration holds while it reads the index.
 """
 
 from __future__ import annotations
@@ -25,21 +25,28 @@ INDEX_FORMAT = "dualenc index"
 _INDEXES = ("old", "next")
 _EMBEDDINGS = re.compile(r"sample|embeddings-\d+")
 _RECORDS = {"report.json": {"facts", "systems", "served"}, "documents.json": {"source"}}
-"""Files of JSON by whose names a folder without a plan is known, too."""
+"""JSON files with their entries, by which a work folder without a plan is recognized."""
 _ARRAYS = ("documents.npy", "order.npy", "map.safetensors")
 
 
 def work_folder(folder: StrPath) -> Path:
-    """The work folder beside an index, INDEX.migration."""
+    """Return the work folder beside an index, INDEX.migration.
+
+    Args:
+        folder: the index.
+    """
     target = Path(os.path.realpath(folder))
     return target.with_name(f"{target.name}.migration")
 
 
 def read_plan(folder: StrPath) -> dict[str, Any] | None:
-    """The plan of an index's migration; None without one.
+    """Return the plan of an index's migration, or None.
 
-    What a kill has left of one that had ended has none, either. A plan that is damaged, or missing
-    though the index is not finished, is {}.
+    The remains of a finished migration whose process was killed count as none. A plan that is
+    corrupt, or missing although the index is not finished, is {}.
+
+    Args:
+        folder: the index.
 
     Raises:
         DualencError: INDEX.migration is a file, or a folder that no migration wrote.
@@ -66,13 +73,14 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
 
 
 def _is_work(work: Path, is_empty_ours: bool) -> bool:
-    """Whether a folder holds what a migration writes, and nothing else."""
+    """True if a folder contains only what a migration writes."""
     if not work.is_dir() or work.is_symlink():
         return False
     is_known = False
     for path in work.iterdir():
         if path.name in (PLAN, *_ARRAYS) or re.fullmatch(r"\..*\.part", path.name):
             continue
+        # A killed process may leave a folder with nothing but its lock.
         is_bare = path.is_dir() and set(os.listdir(path)) <= {"create.lock"}
         if path.name in _INDEXES:
             is_own = is_bare or is_folder_of(path, INDEX_FORMAT)
@@ -87,6 +95,7 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
 
 
 def _has_names(path: Path, names: set[str]) -> bool:
+    """True if a JSON file has entries of these names."""
     try:
         return names <= read_json_object(path).keys()
     except DualencError:
@@ -94,7 +103,11 @@ def _has_names(path: Path, names: set[str]) -> bool:
 
 
 def is_replaced(folder: StrPath) -> bool:
-    """Whether INDEX was put there by its migration: of the old one's items, by another model."""
+    """True if the migration has replaced INDEX: it has the old items, but another model.
+
+    Args:
+        folder: the index.
+    """
     old = work_folder(folder) / "old"
     if not is_folder_of(old, INDEX_FORMAT):
         return False
@@ -107,15 +120,22 @@ def is_replaced(folder: StrPath) -> bool:
 
 
 def has_begun(folder: StrPath) -> bool:
-    """Whether the migration has embedded more than its sample, or replaced the index."""
+    """True if the migration has embedded more than its sample, or replaced the index.
+
+    Args:
+        folder: the index.
+    """
     return any(work_folder(folder).glob("embeddings-*")) or is_replaced(folder)
 
 
 def check_unmigrated(folder: StrPath) -> None:
-    """Refuse to change an index while a migration of it is at work, or was interrupted.
+    """Raise if a migration of an index is running or was interrupted.
+
+    Args:
+        folder: the index, or a folder without one.
 
     Raises:
-        DualencError: one is; the line says how to finish it or to put the old index back.
+        DualencError: a migration is under way; the message says how to finish or roll it back.
     """
     if not is_folder_of(folder, INDEX_FORMAT):
         return
@@ -129,7 +149,7 @@ def check_unmigrated(folder: StrPath) -> None:
         )
     try:
         plan = read_plan(folder)
-    except DualencError:  # of somebody else
+    except DualencError:  # not a folder of ours, so not our concern
         return
     if plan is not None and not is_over(plan) and has_begun(folder):
         name = plan.get("name", "NEW_MODEL")
@@ -141,13 +161,19 @@ def check_unmigrated(folder: StrPath) -> None:
 
 
 def is_over(plan: dict[str, Any]) -> bool:
-    """Whether a migration was rolled back, so that what it has embedded replaces nothing."""
+    """True if a migration has ended or was rolled back, so that it will not replace the index."""
     return "ended" in plan or bool(plan.get("rolled_back"))
 
 
 def remove_work(folder: StrPath, ended: str = "finished") -> None:
-    """Remove the work folder of an index; its plan says so first, and goes last."""
+    """Remove the work folder of an index.
+
+    Args:
+        folder: the index.
+        ended: how the migration ended, for the plan.
+    """
     work = work_folder(folder)
+    # Mark the plan first: a removal that is killed halfway must not look like a migration.
     if read_plan(folder) is not None:
         write_json(work / PLAN, {"format": FORMAT, "ended": ended})
     remove(work)

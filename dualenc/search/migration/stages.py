@@ -1,21 +1,24 @@
-"""State of a migration on disk: an index whose vectors give way to those of another model, share by
-share.
+"""State of a migration on disk: the vectors of an index are replaced in stages by a new model's.
 
-Beside the index, in `INDEX.migration`, until all documents are embedded with the new model:
+The folder `INDEX.migration` beside the index exists until all documents are embedded with the new
+model:
 
-    plan.json           the new model, the items, their texts; whether it was rolled back, or has
-    ended old/                the index as it was, by hard links: for its vectors, and for a
-    rollback documents.npy       its vectors (`dualenc.search.documents`)
+    plan.json           the new model, the items and their texts; whether the migration was rolled
+                        back or has ended
+    old/                the index before the migration, by hard links, for its vectors and for a
+                        rollback
+    documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
     map.safetensors     the map from the old space to the new one (`dualenc.search.migration.maps`)
     order.npy           rows in the order in which they are embedded
-    report.json         the measurements; once it is there, so is everything above
-    embeddings-50/ …    embeddings with the new model, a folder for each share, by the number of
-    rows so far next/               the next index, before it is swapped in
+    report.json         the measurements, written after everything above
+    embeddings-50/ …    embeddings with the new model, a folder per stage, named by the number of
+                        rows so far
+    next/               the next index, before it is swapped in
 
-INDEX is only ever replaced whole. Its meta.json names the model of its vectors, and `mapped` counts
-those that are mapped from the old space. Every file is written atomically and is a function of the
-plan: the same command resumes. What would change INDEX meanwhile is refused
+INDEX is only ever replaced as a whole. Its meta.json names the model of its vectors, and `mapped`
+counts those that are mapped from the old space. Every file is written atomically and depends on the
+plan alone, so the same command resumes. Other changes of INDEX are rejected meanwhile
 (`dualenc.search.migration.migration_folder`).
 """
 
@@ -48,7 +51,7 @@ from dualenc.search.documents import ReadRows
 from dualenc.search.index.open import Index, is_index
 from dualenc.search.index.refined import REFINE, link
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
-from dualenc.search.migration.maps import NEIGHBOURS, LinearMap
+from dualenc.search.migration.maps import NEIGHBORS, LinearMap
 from dualenc.search.migration.migration_folder import (
     FORMAT,
     PLAN,
@@ -65,14 +68,24 @@ logger = logging.getLogger("dualenc.search")
 
 FORMAT_VERSION = 2
 SHARES = (0.0, 0.05, 0.2, 0.5, 1.0)
-"""Shares of documents with new vectors at which the index is replaced."""
+"""Fractions of documents with new vectors at which the index is replaced."""
 SAMPLED_SHARE = 0.02
 MIN_SAMPLE = 2000
 
 
 class Stage(NamedTuple):
-    """What is embedded until a share of the documents, the first `stop` of the order, has new
-    vectors."""
+    """The rows to embed until a fraction of the documents has new vectors.
+
+    A migration goes through a stage for each of `SHARES`.
+
+        for stage in migration.stages(sampled):
+            embed(stage.rows)
+
+    Attributes:
+        share: fraction of documents with new vectors at the end of the stage.
+        stop: number of those documents, the first ones of the order.
+        rows: (n,) rows to embed, without those of the sample.
+    """
 
     share: float
     stop: int
@@ -80,17 +93,23 @@ class Stage(NamedTuple):
 
 
 class Migration:
-    """A migration that is started or resumed, under the locks of its work folder and of the index.
+    """A migration of an index to another model, started or resumed.
+
+    Hold the locks of the work folder and of the index while creating one.
+
+        migration = Migration("index", notes, {"texts": checksum, "queries": None})
+        for stage in migration.stages(sampled):
+            migration.swap(old_vectors, new_embeddings, stage.stop)
 
     Args:
         folder: the index.
         notes: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`.
-        inputs: what must be equal to resume, beside the model and the items: checksums of `texts`
-            and `queries`.
+        inputs: what must be unchanged to resume, apart from the model and the items: checksums of
+            `texts` and `queries`.
 
     Raises:
-        DualencError: the work folder is somebody else's, or of another migration that has begun to
-            embed, or the items or the vectors of the index are others.
+        DualencError: the work folder was not written by a migration, or belongs to another one that
+            has begun to embed, or the items or vectors of the index have changed.
     """
 
     def __init__(
@@ -109,6 +128,7 @@ class Migration:
             remove_work(folder)
             self.work.mkdir()
         write_json(self.work / PLAN, {**plan, "name": self.notes.get("model")})
+        # A killed process may have left half-swapped folders.
         recover_inside(self.work)
         if not is_index(self.work / "old"):
             with atomic_folder(self.work / "old", is_index, "index") as part:
@@ -116,8 +136,10 @@ class Migration:
         self.old = Index.open(self.work / "old")
 
     def _resumes(self, plan: Mapping[str, Any]) -> bool:
-        """Whether the work folder is of this plan; one of another, which has only measured, gives
-        way to it."""
+        """True if the work folder has this plan; raise if it has another one worth keeping.
+
+        Another migration that has only measured is replaced, with a warning.
+        """
         present = read_plan(self.folder)
         if present is None or "ended" in present:
             return False
@@ -126,7 +148,7 @@ class Migration:
             different = ["vectors"]
         if not different:
             return True
-        # What was measured by judged queries is not measured again without them.
+        # A report by judged queries must not be replaced by one without them.
         loses_queries = "model" not in different and present.get("queries") and not plan["queries"]
         count = embedded_count(self.folder)
         what = "another model" if "model" in different else f"other {different[0]}"
@@ -140,12 +162,12 @@ class Migration:
                 problem = f"holds {count:,} vectors of a migration with {what} that was rolled back"
                 remedy = f"remove them: {back} --discard"
             raise DualencError(problem, fix=remedy, where=self.work)
-        message = "%s: the report of %s and its sample of %d vectors give way"
+        message = "%s: discarding the report of %s and its sample of %d vectors"
         logger.warning(message, self.work, what, count)
         return not different
 
     def _is_as_planned(self) -> bool:
-        """Whether INDEX is the old index, or one that this migration has put there."""
+        """True if INDEX is the old index, or one that this migration swapped in."""
         old = self.work / "old"
         if not is_index(old) or is_replaced(self.folder):
             return True
@@ -154,28 +176,30 @@ class Migration:
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """The measurements of report.json; None before they are there."""
+        """Measurements of report.json; None before it is written."""
         path = self.work / "report.json"
         return read_json_object(path) if path.is_file() else None
 
     def save_order(self, order: np.ndarray) -> None:
-        """Write the order of embedding, rows (N,)."""
+        """Write the order in which rows (N,) are embedded."""
         with atomic_path(self.work / "order.npy") as part:
             save_array(part, order)
 
     def _order(self) -> np.ndarray:
         path = self.work / "order.npy"
-        with explain(
-            f"{path}: corrupt", f"end the migration: dualenc migrate {self.folder} --rollback"
-        ):
+        remedy = f"end the migration: dualenc migrate {self.folder} --rollback"
+        with explain(f"{path}: corrupt", remedy):
             order = np.asarray(np.load(path, allow_pickle=False))
             if not np.array_equal(np.sort(order), np.arange(len(order))):
                 raise ValueError("it is not an order of rows")
         return order
 
     def stages(self, sampled: np.ndarray) -> list[Stage]:
-        """A stage for each of `SHARES`; rows of the sample (n,) have vectors, and are not embedded
-        again."""
+        """Return a stage for each of `SHARES`.
+
+        Args:
+            sampled: (n,) rows of the sample, which already have new vectors.
+        """
         order = self._order()
         stages = []
         start = 0
@@ -187,46 +211,47 @@ class Migration:
         return stages
 
     def is_ahead(self, stop: int) -> bool:
-        """Whether INDEX has fewer new vectors than `stop`, or is still the old one."""
+        """True if INDEX is still the old index, or has fewer than `stop` new vectors."""
         meta = Index.open(self.folder).meta
-        mapped = meta.get("mapped", 0)
-        return (
-            meta.get("model_checksum") != self.notes["model_checksum"]
-            or len(self.old) - stop < mapped
-        )
+        if meta.get("model_checksum") != self.notes["model_checksum"]:
+            return True
+        return len(self.old) - meta.get("mapped", 0) < stop
 
     def swap(self, old: Embeddings, new: Sequence[Embeddings], stop: int) -> None:
-        """Replace INDEX by an index of its kind in the new space: new vectors for the first `stop`
-        rows of the order.
+        """Replace INDEX by one of the same kind in the new space.
 
-        The others are mapped. Ids and their order, snippets, columns, BM25 and whole texts stay.
+        The first `stop` rows of the order get new vectors, and the others are mapped. Ids and their
+        order, snippets, columns, BM25 and whole texts are kept.
 
         Args:
             old: the N vectors of the old index.
-            new: embeddings with the new model, of those rows and perhaps of others.
-            stop: how many vectors are new.
+            new: embeddings with the new model, of those rows and possibly of others.
+            stop: number of new vectors.
+
+        Raises:
+            DualencError: something else has changed INDEX.
         """
         order = self._order()
         to_new = LinearMap.load(self.work / "map.safetensors")
         rows = rows_of(self.old.ids, [name for part in new for name in part.ids])
+        # (N,) row in `new`, -1 for rows to map. A resumed migration may have embedded rows beyond
+        # `stop`; mapping them makes the index a function of the plan.
         new_row = np.full(len(order), -1)
         new_row[rows] = np.arange(len(rows))
         new_row[order[stop:]] = -1
         new_vectors = ShardedVectors([part.vectors for part in new])
         vectors = mixed_vectors(old.vectors, to_new, new_vectors, new_row)
         old_meta = self.old.meta
-        embeddings_meta = {**old_meta, **self.notes, "normalized": True}
-        embeddings = Embeddings(
-            self.old.ids, vectors, embeddings_meta, self.old.snippets, self.old.columns
-        )
+        new_meta = {**old_meta, **self.notes, "normalized": True}
+        items = (self.old.snippets, self.old.columns)
+        embeddings = Embeddings(self.old.ids, vectors, new_meta, *items)
         options = _build_options(old_meta, self.work / "old")
         target = self.work / "next"
         factory = old_meta["factory"]
         Index.build(embeddings, None, factory, metric=old_meta["metric"], folder=target, **options)
         meta = {**read_json_object(target / "meta.json"), "mapped": len(order) - stop}
         meta["requested_factory"] = old_meta.get("requested_factory", factory)
-        # Texts and BM25 know their index by the checksum of the items' file, which is thus not
-        # written anew.
+        # Texts and BM25 identify their index by the checksum of the items file: link the old one.
         for name in (ITEMS, ORDER):
             remove(target / name)
             link(self.work / "old" / name, target / name)
@@ -234,10 +259,13 @@ class Migration:
                 meta[entry][name] = old_meta[entry][name]
         with locked(self.folder):
             if not self._is_as_planned():
-                problem = "something else has replaced it while its model was being changed"
-                back = f"dualenc migrate {self.folder} --rollback --discard"
-                problem += ", and it stays as it is"
-                raise DualencError(problem, fix=f"end the migration: {back}", where=self.folder)
+                raise DualencError(
+                    "something else has replaced it while its model was being changed, so it is "
+                    "left unchanged",
+                    fix=f"end the migration: dualenc migrate {self.folder} --rollback --discard",
+                    where=self.folder,
+                )
+            # Filter settings may have been tuned during the migration.
             settings = read_json_object(self.folder / "meta.json").get("settings")
             if settings is not None:
                 meta["settings"] = settings
@@ -246,8 +274,14 @@ class Migration:
 
 
 def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) -> ReadRows:
-    """(N, D) vectors in a new model's space: row `new_row[i]` of `new` (n, D); for -1 row i of
-    `old` (N, E), mapped."""
+    """Return N lazy vectors in the new space, new ones where they exist and mapped ones elsewhere.
+
+    Args:
+        old: (N, E) vectors of the old model.
+        to_new: the map from the old space to the new one.
+        new: (n, D) vectors of the new model.
+        new_row: (N,) row in `new`, or -1 to map the row of `old`.
+    """
     dim = len(to_new.bias)
 
     def read(rows: np.ndarray) -> np.ndarray:
@@ -265,12 +299,16 @@ def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) ->
 class RolledBack(NamedTuple):
     """What a rollback did.
 
+    At most one of `kept` and `removed` is above 0.
+
+        print(roll_back("index").kept, "vectors are kept for a resumption")
+
     Attributes:
-        model: the new model, where it is known.
-        replaced: whether the old index was put back; otherwise it was there.
-        kept: vectors of the new model that stay in the work folder.
-        removed: vectors of the new model that are gone.
-        was_over: whether the migration had ended, and only its rest was removed.
+        model: the new model, or None if unknown.
+        replaced: whether the old index was put back; otherwise it had not been replaced.
+        kept: number of vectors of the new model that are kept in the work folder.
+        removed: number of vectors of the new model that were removed.
+        was_over: whether the migration had already ended, and only its remains were removed.
     """
 
     model: str | None
@@ -281,13 +319,16 @@ class RolledBack(NamedTuple):
 
 
 def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBack:
-    """Put the old index back; what was embedded stays for a resumption, unless it is to be
-    discarded.
+    """Put the old index back, and keep the embedded vectors for a resumption.
 
-    The sample of a migration that has only measured is removed with the measurements.
+    If the migration has only measured, its sample and its measurements are removed.
+
+    Args:
+        folder: the index.
+        discard: remove the embedded vectors, too.
 
     Raises:
-        DualencError: no migration is under way, or the work folder is somebody else's.
+        DualencError: no migration is under way, or the work folder was not written by one.
     """
     plan = read_plan(folder)
     if plan is None or "ended" in plan:
@@ -297,7 +338,7 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
             return RolledBack(None, was_over=True)
         raise DualencError(
             "no migration is under way",
-            fix="a finished one has no old index; build it again",
+            fix="the old index of a finished one is gone; build it again",
             where=folder,
         )
     work = work_folder(folder)
@@ -317,38 +358,59 @@ def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBa
 
 
 def embedded_count(folder: str | os.PathLike[str]) -> int:
-    """How many vectors of the new model are in the work folder, those of the sample included."""
+    """Return the number of vectors of the new model in the work folder, including the sample.
+
+    Args:
+        folder: the index.
+    """
     count = 0
     for name in ("sample", "embeddings-*"):
         for path in work_folder(folder).glob(f"{name}/data-*.arrow"):
-            with suppress(DualencError):  # a damaged one is embedded again
+            with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
                 count += sum(map(len, read_batches(path, "migrate again")))
     return count
 
 
 def embedded_at(share: float, count: int) -> int:
-    """How many of N documents are a share of them, rounded up."""
+    """Return how many of N documents are a given fraction, rounded up.
+
+    Args:
+        share: fraction, 0 to 1.
+        count: N.
+    """
+    # Rounding first keeps 0.07 · 100 = 7.000000000000001 from becoming 8.
     return int(np.ceil(round(share * count, 6)))
 
 
 def sample_rows(count: int, judged: np.ndarray, seed: int = 0) -> np.ndarray:
-    """Rows of the sample, ascending: 2 % of N documents, at least 2,000 if there are, and the
-    judged ones (n,)."""
+    """Return the rows of the sample, ascending: 2% of the documents, and the judged ones.
+
+    Args:
+        count: N, the number of documents; at least 2,000 of them are sampled if there are as many.
+        judged: (n,) rows of judged documents.
+        seed: random seed.
+    """
     size = min(count, max(MIN_SAMPLE, embedded_at(SAMPLED_SHARE, count)))
     drawn = np.random.default_rng(seed).choice(count, size, replace=False)
     return np.union1d(drawn, judged).astype(np.int64)
 
 
 def order_by_hits(index: Index, queries: np.ndarray) -> np.ndarray:
-    """Rows (N,) by how often they are among the 10 results of queries (Q, D), most found first,
-    ties by row."""
-    rows = index.search_rows(queries, min(NEIGHBOURS, len(index)))[1]
+    """Return the rows (N,) by how often they are among the 10 best results, most frequent first.
+
+    Ties are in ascending order of rows.
+
+    Args:
+        index: the index to search.
+        queries: (Q, D) vectors.
+    """
+    rows = index.search_rows(queries, min(NEIGHBORS, len(index)))[1]
     counts = np.bincount(rows[rows >= 0], minlength=len(index))
     return np.argsort(-counts, kind="stable")
 
 
 def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
-    """Replace an index by that of `source` with a meta.json; its own texts and BM25 stay."""
+    """Replace an index by that of `source` with a given meta.json; keep its texts and BM25."""
     with atomic_folder(folder, is_index, "index") as part:
         _link_tree(source, part)
         for name in (TEXTS_FOLDER, BM25_FOLDER):
@@ -359,8 +421,7 @@ def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
 
 
 def _build_options(meta: Mapping[str, Any], old: Path) -> dict[str, Any]:
-    """Options to build an index like the old one: tuned and measured if it was, refined by a file
-    if it was."""
+    """Return options to build an index like the old one: tuned, measured, with a refine file."""
     measured = meta.get("when_built", meta)
     options: dict[str, Any] = {}
     if "recall_at_10" not in measured:
@@ -368,10 +429,11 @@ def _build_options(meta: Mapping[str, Any], old: Path) -> dict[str, Any]:
     if "target_recall" in measured:
         options["target_recall"] = measured["target_recall"]
     if (old / REFINE).exists():
+        # Codes that exceed half of the memory become a file, so this limit gives a file again.
         options["memory"] = (old / REFINE).stat().st_size
     return options
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    """A folder with the same files, which nothing changes in place."""
+    """Copy a folder by hard links, which is safe because no file is ever changed in place."""
     shutil.copytree(source, target, copy_function=link)
