@@ -126,7 +126,7 @@ def test_kinds_that_do_not_change(tmp_path: Path) -> None:
     assert len(append(folder, more())) == COUNT + MORE
     folder = built(tmp_path / "refined", "IVF16,SQ8,Refine(SQfp16)", memory=1 << 17)
     for act in (lambda: append(folder, more()), lambda: remove(folder, ["doc 5"])):
-        with pytest.raises(DualencError, match=r"refine\.faiss does not change"):
+        with pytest.raises(DualencError, match=r"refine\.faiss cannot be changed"):
             act()
 
 

@@ -120,7 +120,7 @@ def test_beir_folders_of_vectors(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["cosine", "ip"])
 def test_a_pushed_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, metric: Any) -> None:
-    monkeypatch.setattr(documents, "BATCH_ROWS", 7)
+    monkeypatch.setattr("dualenc.search.engines.engine.VECTORS_AT_ONCE", 7)
     use_folders(monkeypatch)
     store, folder = url_of(tmp_path / "store"), tmp_path / "pushed"
     vectors = 3 * clustered(40)

@@ -212,7 +212,7 @@ BROKEN = np.where(np.arange(200)[:, None] == 150, np.nan, clustered(200))
             "'doc 3' is a duplicate, at rows 3 and 9",
         ),
         (clustered(20), {"ids": IDS[:3]}, "3 ids for 20 vectors"),
-        (np.empty((0, 4), np.float32), {}, "no vectors"),
+        (np.empty((0, 4), np.float32), {}, "vectors are missing"),
         (BROKEN, {}, "the vector of '150' is not finite"),
         (np.zeros(5), {}, "give numbers as a matrix"),
         (clustered(200), {"factory": "IVF1000,Flat"}, "has 1000 lists for 200 vectors; try auto"),

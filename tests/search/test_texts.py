@@ -134,5 +134,5 @@ def without_hashes(*arguments: object, **options: object) -> EmbeddingWriter:
 def test_mistakes(made: Path) -> None:
     with pytest.raises(DualencError, match="the data lacks the item 'd0'"):
         add_texts(made / "index", Corpus(["x"], ["fox"]), whole=True)
-    with pytest.raises(DualencError, match="its data holds vectors"):
+    with pytest.raises(DualencError, match="its data consists of vectors"):
         add_texts(made / "index", Corpus(["d0"], [np.zeros(3)], "vector"), bm25=True)
