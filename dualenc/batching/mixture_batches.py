@@ -14,22 +14,28 @@ from dualenc.errors import DualencError
 
 
 class MixtureBatches(BatchSelector):
-    """Random batches of pairs that are ordered by source, each source drawn in proportion to its
-    weight.
+    """Random batches from several sources, each drawn in proportion to its weight.
 
-    Of a source of M pairs and weight w an epoch draws n = round(w·M): each pair ⌊n/M⌋ times, and r
-    = n mod M of them once more. From epoch to epoch these r walk round a random order of the
-    source: with a weight below 1 all pairs come before one comes again. A batch holds a pair at
-    most once; random pairs that do not fill a batch are left out of the epoch.
+    From a source with M pairs and weight w, an epoch draws n = round(w·M) pairs: each pair ⌊n/M⌋
+    times, and r = n mod M of them once more. From epoch to epoch these r pairs advance through one
+    random order of the source, so with a weight below 1 every pair is used before any repeats. No
+    pair occurs twice in a batch. Random pairs that do not fill a batch sit out the epoch.
+
+    Example:
+        batches = MixtureBatches(sizes=[100, 40], weights=[1.0, 0.5], batch_size=10)
+        batches.select(epoch=0).shape  # (12, 10): 100 pairs of the first source, 20 of the second
 
     Args:
-        sizes: (K,) pairs in each source; their indices follow one another.
-        weights: (K,) of each source, above 0.
-        batch_size: B, pairs in each (global) batch.
-        seed: of all random choices; equal (seed, epoch) give equal batches.
-        one_source: all pairs of a batch come from one source; each source then gives ⌊n/B⌋ batches,
+        sizes: (K,) numbers of pairs per source; pair indices are consecutive, source by source.
+        weights: (K,) weights of the sources, above 0.
+        batch_size: number of pairs in each global batch, B.
+        seed: random seed; equal (seed, epoch) give equal batches.
+        one_source: True to fill each batch from one source. Each source then gives ⌊n/B⌋ batches,
             in random order.
-        names: of the sources, for errors.
+        names: (K,) names of the sources in error messages.
+
+    Raises:
+        DualencError: a source has too few pairs, or would occur twice in a batch at its weight.
     """
 
     def __init__(
@@ -63,17 +69,19 @@ class MixtureBatches(BatchSelector):
         batches = self.batches_of[number]
         drawn = f"{name} has {size} pairs, of which an epoch draws {draws} at weight {weight:g}"
         if draws < 1:
-            raise DualencError(f"{drawn}; raise its weight")
+            raise DualencError(drawn, fix="raise its weight")
         if batches < 1 or (self.one_source and size < self.batch_size):
-            whole = "in batches of one source" if self.one_source else "from all sources together"
+            origin = "in batches of one source" if self.one_source else "from all sources together"
             raise DualencError(
-                f"{drawn}, too few for a batch of {self.batch_size} {whole}; lower batch_size"
+                f"{drawn}, too few for a batch of {self.batch_size} {origin}",
+                fix="lower batch_size",
             )
-        # The most frequent pair needs as many batches as it comes.
-        if math.ceil(draws / size) > batches:
+        # The most frequent pair needs one batch per copy.
+        copies = math.ceil(draws / size)
+        if copies > batches:
             raise DualencError(
-                f"{drawn}, in {batches} batches: some pair would come twice in a batch; lower the weight or the batch "
-                "size"
+                f"{drawn}, in {batches} batches: some pair would come twice in a batch",
+                fix="lower the weight or the batch size",
             )
 
     @property
@@ -84,54 +92,59 @@ class MixtureBatches(BatchSelector):
     def select(
         self, epoch: int, left: ndarray | None = None, right: ndarray | None = None
     ) -> ndarray:
-        """(num_batches, B) int64 pair indices of an epoch ≥ 0; embeddings are ignored."""
+        """Return (num_batches, B) int64 pair indices of an epoch; embeddings are ignored."""
         draw = self.generator(epoch)
         counts = [self.counts(number, epoch) for number in range(len(self.sizes))]
         if not self.one_source:
-            return deal(np.concatenate(counts), self.num_batches, self.batch_size, draw)
+            all_counts = np.concatenate(counts)
+            return deal(all_counts, self.num_batches, self.batch_size, draw)
         batches = []
         start = 0
         for number, size in enumerate(self.sizes):
             num_batches = self.batches_of[number]
             dealt = deal(counts[number], num_batches, self.batch_size, draw)
+            # `deal` counts pairs within the source.
             batches.append(start + dealt)
             start += size
         return draw.permutation(np.concatenate(batches))
 
     def counts(self, number: int, epoch: int) -> ndarray:
-        """(M,) the number of times that each pair of a source is drawn in an epoch."""
+        """Return the number of times that an epoch draws each pair of a source, (M,)."""
         size = self.sizes[number]
         whole, rest = divmod(self.draws[number], size)
         counts = np.full(size, whole, dtype=np.int64)
         if rest:
-            # Not by the epoch's generator: all epochs walk through one order.
-            order = np.random.default_rng([self.seed, 0, number, 1]).permutation(size)
-            once_more = order[(epoch * rest + np.arange(rest)) % size]
+            # Seeded without the epoch: all epochs advance through one order.
+            generator = np.random.default_rng([self.seed, 0, number, 1])
+            order = generator.permutation(size)
+            positions = epoch * rest + np.arange(rest)
+            once_more = order[positions % size]
             counts[once_more] += 1
         return counts
 
 
 def deal(counts: ndarray, num_batches: int, batch_size: int, draw: Generator) -> ndarray:
-    """(num_batches, B) random batches of pairs that occur several times, but never twice in a
-    batch.
+    """Return (num_batches, B) random batches of pairs that occur several times, at most once each.
 
-    Like cards: the pairs are put in random order, copies of one next to each other, and dealt out
-    in rounds in which each batch gets one, in random order. So copies in a round go to different
-    batches; those of the one pair that spans the end of a round are separated afterwards. With one
-    copy each it is a uniform partition.
+    The pairs are dealt like cards. They are put in random order, with copies of a pair next to each
+    other, and dealt in rounds in which each batch gets one pair, in random order. Copies within a
+    round therefore go to different batches. Only the pair that spans the end of a round can meet
+    itself, and its copies are separated afterwards. With one copy each, the result is a uniform
+    partition.
 
     Args:
-        counts: (N,) copies of each pair, at most `num_batches`, together at least num_batches·B;
-            the rest is left out.
+        counts: (N,) copies of each pair, at most `num_batches` each and at least num_batches·B in
+            total; the surplus is dropped.
         num_batches: number of batches.
-        batch_size: B.
+        batch_size: number of pairs in each batch, B.
         draw: random generator.
     """
     order = draw.permutation(len(counts))
     cards = np.repeat(order, counts[order])
     cards = cards[: num_batches * batch_size]
     rounds = cards.reshape(batch_size, num_batches)
-    # Rounds that begin with the last pair of the round before.
+    # A pair spans two rounds if a round begins with the last pair of the round before. This must
+    # be read off before the rounds are shuffled.
     first = rounds[1:, 0]
     last = rounds[:-1, -1]
     spanning = 1 + np.flatnonzero(first == last)
@@ -140,8 +153,8 @@ def deal(counts: ndarray, num_batches: int, batch_size: int, draw: Generator) ->
     for number, pair in zip(spanning.tolist(), pairs.tolist(), strict=True):
         previous = rounds[number - 1] == pair
         current = rounds[number] == pair
-        # A batch that has the pair from both rounds swaps one copy with a random batch that has
-        # none.
+        # A batch that got the pair in both rounds swaps one copy with a random batch that has
+        # none. Enough such batches exist, as no pair has more copies than there are batches.
         twice = np.flatnonzero(previous & current)
         free = np.flatnonzero(~previous & ~current)
         partners = draw.permutation(free)[: len(twice)]
