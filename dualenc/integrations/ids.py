@@ -1,5 +1,4 @@
-"""Ids of texts for objectives: a column of ids for a data set of `datasets`, equal texts with equal
-ids."""
+"""Text ids for objectives: add an id column to a `datasets.Dataset`; equal texts share an id."""
 
 from __future__ import annotations
 
@@ -17,16 +16,24 @@ from dualenc.data.ragged import Ragged
 from dualenc.errors import DualencError
 from dualenc.types import Side
 
-ROWS_PER_BLOCK = 2**16  # of a data set, whose texts are in memory at a time
+ROWS_PER_BLOCK = 2**16
+"""Rows of a data set whose texts are in memory at a time."""
 
 
 class PairTexts:
-    """The distinct texts of a data set's pairs, by id, how many pairs each is in, and which belong
-    together.
+    """The distinct texts of a data set's pairs by id, with their counts and known positives.
+
+    `with_ids` makes one. Calling it with a side and ids returns texts.
+
+    Example:
+        dataset, texts = with_ids(dataset)
+        texts("left", torch.tensor([0, 2]))  # the anchors with ids 0 and 2
 
     Args:
-        left, right: the texts by id.
-        left_id, right_id: (M,) those of each pair.
+        left: left texts, indexed by id.
+        right: right texts, indexed by id.
+        left_id: (M,) left id of each pair.
+        right_id: (M,) right id of each pair.
     """
 
     def __init__(
@@ -37,7 +44,7 @@ class PairTexts:
             np.bincount(left_id, minlength=len(left)),
             np.bincount(right_id, minlength=len(right)),
         )
-        # An equal text of the other side is no negative, either.
+        # A text must not be the negative of an equal text on the other side.
         copies = pc.index_in(left, value_set=right)
         left_id = np.concatenate([left_id, np.flatnonzero(copies.is_valid())])
         right_id = np.concatenate([right_id, copies.drop_null().to_numpy()])
@@ -48,22 +55,30 @@ class PairTexts:
 
     @property
     def num_left(self) -> int:
+        """Number of distinct left texts."""
         return len(self.texts["left"])
 
     @property
     def num_right(self) -> int:
+        """Number of distinct right texts."""
         return len(self.texts["right"])
 
     def not_negatives(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, K) the ids of other texts that are no negatives of texts (n,) of a side, padded by
-        -1."""
-        return torch.from_numpy(self._not_negatives[side].padded(ids.cpu().numpy())).to(ids.device)
+        """Return the ids that must not be negatives of items of a side, (n, K), padded with -1.
+
+        Args:
+            side: side of the items; the returned ids belong to the other side.
+            ids: (n,) ids of the items.
+        """
+        listed = self._not_negatives[side].padded(ids.cpu().numpy())
+        return torch.from_numpy(listed).to(ids.device)
 
     def are_named_by(self, dataset: Dataset) -> bool:
-        """Whether in every row of a data set the column `label` has the ids of its first texts."""
+        """Return True if every row's `label` column holds the ids of its first texts."""
         names = [name for name in dataset.column_names if name != "label"]
         if "label" not in dataset.column_names:
             return False
+        # In blocks: the texts of a large data set do not fit into memory.
         tables = dataset.with_format("arrow").iter(ROWS_PER_BLOCK)
         return all(self._are_named_in(table, names) for table in tables)
 
@@ -73,56 +88,69 @@ class PairTexts:
             return False
         lengths = pc.unique(pc.list_value_length(labels)).to_pylist()
         values = pc.list_flatten(labels)
-        # Rows of one length, with an id for an anchor and others.
+        # Every row must have equally many ids, for an anchor, a positive and any negatives.
         if len(lengths) != 1 or not 2 <= (lengths[0] or 0) <= len(names) or values.null_count:
             return False
         ids = values.to_numpy().reshape(-1, lengths[0])
         for column, name in enumerate(names[: lengths[0]]):
+            # The first column holds the anchors; all others hold right texts.
             texts = self.texts["right" if column else "left"]
             own = ids[:, column]
-            if own.min() < 0 or own.max() >= len(texts) or table[name].null_count:
+            if own.min() < 0 or own.max() >= len(texts):
                 return False
-            if table[name].type not in (pa.string(), pa.large_string()):
+            if not _is_full_text(table[name]):
                 return False
             named = texts.take(pa.array(own))
-            if not pc.all(pc.equal(table[name].cast(pa.large_string()), named)).as_py():
+            # Arrow compares only columns of one string type.
+            actual = table[name].cast(pa.large_string())
+            if not pc.all(pc.equal(actual, named)).as_py():
                 return False
         return True
 
     def __call__(self, side: Side, ids: Tensor) -> list[str]:
-        """The texts with these ids (n,)."""
-        return self.texts[side].take(pa.array(ids.cpu().numpy())).to_pylist()
+        """Return the texts of a side with the given ids (n,)."""
+        rows = pa.array(ids.cpu().numpy())
+        return self.texts[side].take(rows).to_pylist()
 
 
 def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
-    """Add a column `label` of ids, [anchor, positive, *negatives], to columns of texts; equal texts
-    have equal ids.
+    """Add a column `label` with the ids [anchor, positive, *negatives]; equal texts share an id.
 
-    Ids follow the data set's order: keep it for runs that resume, and shuffle by the trainer.
+    Ids depend on the order of the rows. Keep the order for runs that resume, and let the trainer
+    shuffle.
+
+    Args:
+        dataset: one split with text columns: anchor, positive, and any number of negatives.
 
     Returns:
         The data set with ids, and the texts by id.
+
+    Raises:
+        DualencError: the columns are not texts, or a text is missing.
     """
     if not isinstance(dataset, Dataset):
         raise DualencError(
-            f"the data set is of type {type(dataset).__name__}; give one split as a datasets.Dataset"
+            f"the data set is of type {type(dataset).__name__}",
+            fix="give one split as a datasets.Dataset",
         )
     names = dataset.column_names
     if len(names) < 2 or "label" in names:
         raise DualencError(
-            f"the columns are {', '.join(names)}; give anchor, positive and negatives, without a label"
+            f"the columns are {', '.join(names)}",
+            fix="give anchor, positive and negatives, without a label",
         )
     table = dataset.with_format("arrow")[:]
     for name in names:
         column = table[name]
-        if column.type not in (pa.string(), pa.large_string()):
+        if not _is_text(column):
             raise DualencError(
-                f"column {name} holds {column.type}, not texts; keep columns of texts"
+                f"column {name} holds {column.type}, not texts",
+                fix="keep columns of texts",
             )
         if column.null_count:
             raise DualencError(
-                f"column {name} has no text in {column.null_count} rows; "
-                f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)"
+                f"column {name} has {column.null_count} rows without a text",
+                fix=f"remove them: dataset.filter(lambda row: row[{name!r}] is not None)",
             )
     anchors = table[names[0]]
     left_ids, left = _distinct(anchors.chunks)
@@ -132,15 +160,24 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
     right_ids, right = _distinct(right_chunks)
     ids = np.vstack([left_ids, right_ids.reshape(-1, len(anchors))])
     texts = PairTexts(left, right, ids[0], ids[1])
-    # `add_column` would copy shuffled rows one by one.
-    return Dataset(
-        table.append_column("label", pa.array(ids.T.tolist())), split=dataset.split
-    ), texts
+    labels = pa.array(ids.T.tolist())
+    # Not by `add_column`, which would copy shuffled rows one by one.
+    return Dataset(table.append_column("label", labels), split=dataset.split), texts
+
+
+def _is_text(column: pa.ChunkedArray) -> bool:
+    """Return True for a column of strings."""
+    return column.type in (pa.string(), pa.large_string())
+
+
+def _is_full_text(column: pa.ChunkedArray) -> bool:
+    """Return True for a column of strings without missing values."""
+    return column.null_count == 0 and _is_text(column)
 
 
 def _distinct(chunks: Sequence[pa.Array]) -> tuple[np.ndarray, pa.Array]:
-    """The id of each text, and the texts by id."""
-    # Offsets of 32 bits would overflow at 2 GB of text.
+    """Return the id of each text, and the texts by id."""
+    # Large strings, because 32-bit offsets would overflow at 2 GB of text.
     texts = pa.chunked_array([chunk.cast(pa.large_string()) for chunk in chunks])
     encoded = texts.dictionary_encode().combine_chunks()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary

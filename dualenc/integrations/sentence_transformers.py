@@ -1,7 +1,6 @@
-"""Objectives in sentence-transformers: a loss for `SentenceTransformerTrainer`, and ids for its
-data sets.
+"""Objectives in sentence-transformers: a loss for its trainer, and ids for its data sets.
 
-dataset, texts = with_ids(dataset)  # columns: anchor, positive, and negatives if there are any
+dataset, texts = with_ids(dataset)  # columns: anchor, positive and, optionally, negatives
 objective = GlobalCache(num_left=texts.num_left, num_right=texts.num_right, temperature=0.05)
 loss = GlobalLoss(model, objective, texts)
 GlobalLossTrainer(model, args, train_dataset=dataset, loss=loss).train()
@@ -28,25 +27,35 @@ from dualenc.types import Side
 __all__ = ["GlobalLoss", "GlobalLossTrainer", "PairTexts", "with_ids"]
 
 Features = dict[str, Any]
-"""Tokenized texts of one column, as the data collator gives them."""
+"""Tokenized texts of one column, from the data collator."""
 
 
 class GlobalLoss(nn.Module):
-    """An objective as a loss of sentence-transformers.
+    """A dualenc objective as a sentence-transformers loss.
 
-    Several lengths are an objective, `GlobalLoss(model, Matryoshka(objective, dims), texts)`, as
-    each needs a memory of its own. `MatryoshkaLoss` and `AdaptiveLayerLoss` around it are refused
-    where the objective has one.
+    The labels must be the ids that `with_ids` adds. In evaluation mode the value is in-batch
+    InfoNCE with the same temperature.
 
-    The labels are ids, see `with_ids`. In evaluation the value is InfoNCE's over the batch, with
-    the same τ.
+    For Matryoshka training, wrap the objective and not the loss:
+    `GlobalLoss(model, Matryoshka(objective, dims), texts)`. Each length needs a separate memory, so
+    `MatryoshkaLoss` and `AdaptiveLayerLoss` are refused around an objective with memory.
+
+    Example:
+        dataset, texts = with_ids(dataset)
+        objective = SogCLR(num_left=texts.num_left, num_right=texts.num_right)
+        loss = GlobalLoss(model, objective, texts)
+        GlobalLossTrainer(model, args, train_dataset=dataset, loss=loss).train()
 
     Args:
-        model: the encoder; its embeddings are scaled to length one.
-        objective: of two towers, such as `SogCLR(num_left=…, num_right=…)`.
-        texts: of `with_ids`, by which no positive of a text is its negative; needed by objectives
-            that encode texts outside the batch (ISIR, EMC2, GlobalCache, …).
-        prompts: put by `args.prompts` before the anchors and before the other texts, if any.
+        model: the encoder; its embeddings are scaled to unit length.
+        objective: an objective for two towers, such as `SogCLR(num_left=…, num_right=…)`.
+        texts: the texts that `with_ids` returned. They keep a text's known positives out of its
+            negatives. Required by objectives that encode texts outside the batch (ISIR, EMC2,
+            GlobalCache, …).
+        prompts: the prompts that `args.prompts` adds to anchors and to all other texts.
+
+    Raises:
+        DualencError: the objective needs texts, or was made for other texts.
     """
 
     def __init__(
@@ -60,12 +69,15 @@ class GlobalLoss(nn.Module):
         refuse_momentum(objective)
         if objective.needs_encode and texts is None:
             raise DualencError(
-                f"{objective.name} encodes more than the batch; pass the texts of with_ids"
+                f"{objective.name} encodes texts outside the batch",
+                fix="pass the texts that with_ids returned",
             )
         if texts is not None and objective.num_left is not None:
             if (objective.num_left, objective.num_right) != (texts.num_left, texts.num_right):
-                expected = f"num_left={texts.num_left}, num_right={texts.num_right}"
-                raise DualencError(f"{objective.name} is of other texts; give {expected}")
+                raise DualencError(
+                    f"{objective.name} was made for other texts",
+                    fix=f"give num_left={texts.num_left}, num_right={texts.num_right}",
+                )
             left_counts, right_counts = texts.counts
             objective.set_counts(torch.from_numpy(left_counts), torch.from_numpy(right_counts))
         self.model = model
@@ -74,15 +86,17 @@ class GlobalLoss(nn.Module):
         self.prompts: dict[Side, str | None] = {"left": prompts[0], "right": prompts[1]}
 
     def forward(self, sentence_features: Iterable[Features], labels: Tensor | None) -> Tensor:
-        """The loss of tokenized anchors, positives and negatives with ids (b, 2 + number of
-        negative columns).
+        """Return the loss of a batch.
 
-        In evaluation texts without ids are taken for different ones.
+        Args:
+            sentence_features: tokenized anchors, positives and any negatives, one entry per column.
+            labels: (b, number of columns) ids of the texts. In evaluation mode they may be None;
+                all texts then count as distinct.
         """
         self._refuse_decorators()
         unit_vectors = []
         columns = list(sentence_features)
-        # The route of a `Router` that each column takes, which texts outside the batch then take.
+        # With a `Router`, texts outside the batch must take the route of their column.
         self._tasks: dict[Side, str | None] = {
             "left": columns[0].get("task"),
             "right": columns[1].get("task"),
@@ -97,9 +111,11 @@ class GlobalLoss(nn.Module):
             labels = numbers.view(len(unit_vectors), len(left)).T
         if labels is None or labels.shape != (len(left), len(unit_vectors)):
             raise DualencError(
-                "labels are not the ids of the texts; train on what with_ids returns"
+                "labels are not the ids of the texts",
+                fix="train on the data set that with_ids returned",
             )
         left_id, right_id, *negative_ids = labels.T.contiguous()
+        # An evaluation must neither read nor change the memory of the objective.
         if not (self.model.training and torch.is_grad_enabled()):
             in_batch = InfoNCE(temperature=self.objective.temperature.item())
             return in_batch.eval()(left, right, left_id, right_id).loss
@@ -111,34 +127,35 @@ class GlobalLoss(nn.Module):
         if negatives:
             if not self.objective.takes_mined:
                 raise DualencError(
-                    f"{self.objective.name} takes no mined negatives; remove their columns"
+                    f"{self.objective.name} takes no mined negatives",
+                    fix="remove their columns",
                 )
             others |= _distinct_negatives(negatives, torch.stack(negative_ids))
         encode = self.encode if self.objective.needs_encode else None
         return self.objective(left, right, left_id, right_id, encode, **others).loss
 
     def _refuse_decorators(self) -> None:
-        """Refuse calls for several lengths or layers of one batch, with one memory for all."""
+        """Refuse decorators that would write several lengths or layers into one memory."""
         if not (self.objective.needs_num_left and self.training and torch.is_grad_enabled()):
             return
         for module in (self.model, getattr(self.model, "module", self.model)):
-            # MatryoshkaLoss and AdaptiveLayerLoss put an object in place of the method.
+            # MatryoshkaLoss and AdaptiveLayerLoss replace the method `forward` by an object.
             if type(vars(module).get("forward")).__name__ == "ForwardDecorator":
                 raise DualencError(
                     f"{self.objective.name} keeps one memory, and MatryoshkaLoss or "
-                    "AdaptiveLayerLoss would write several lengths or layers into it; take "
-                    "GlobalLoss(model, Matryoshka(objective, dims=[…]), texts), or an objective of "
-                    "the batch alone, such as InfoNCE"
+                    "AdaptiveLayerLoss would write several lengths or layers into it",
+                    fix="take GlobalLoss(model, Matryoshka(objective, dims=[…]), texts), or an "
+                    "objective without memory, such as InfoNCE",
                 )
 
     def encode(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) unit vectors of texts outside the batch."""
+        """Encode texts outside the batch by their ids (n,), to unit vectors (n, D)."""
         device = self.objective.log_temperature.device
         if not len(ids):
             return torch.zeros(0, self._dim, device=device)
         assert self.texts is not None
-        # Processes encode different numbers of texts, and each call of DistributedDataParallel may
-        # be collective.
+        # Bypass DistributedDataParallel: its calls may be collective, and the processes encode
+        # different numbers of texts.
         module: SentenceTransformer = getattr(self.model, "module", self.model)
         texts = self.texts(side, ids)
         features = module.preprocess(texts, prompt=self.prompts[side], task=self._tasks[side])
@@ -147,7 +164,13 @@ class GlobalLoss(nn.Module):
 
 
 def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """Mined negatives and their ids (columns, b), those that a row repeats once."""
+    """Return mined negatives and their ids, without repetitions within a row.
+
+    Args:
+        negatives: embeddings (b, D) of each column.
+        ids: (columns, b) ids of the negatives.
+    """
+    # A text listed twice for an anchor would count twice in its partition function.
     is_first = torch.ones_like(ids, dtype=torch.bool)
     for column in range(1, len(ids)):
         is_first[column] = (ids[:column] != ids[column]).all(dim=0)
@@ -156,31 +179,41 @@ def _distinct_negatives(negatives: list[Tensor], ids: Tensor) -> dict[str, Tenso
 
 
 class GlobalLossTrainer(ObjectiveStateMixin, SentenceTransformerTrainer):  # type: ignore[misc]
-    """`SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`, see
-    `ObjectiveStateMixin`."""
+    """A `SentenceTransformerTrainer` that saves and resumes the state of `GlobalLoss`.
+
+    It also trains a learnable temperature; see `ObjectiveStateMixin`.
+
+    Example:
+        loss = GlobalLoss(model, objective, texts)
+        trainer = GlobalLossTrainer(model, args, train_dataset=dataset, loss=loss)
+        trainer.train(resume_from_checkpoint=True)
+
+    The arguments are those of `SentenceTransformerTrainer`.
+
+    Raises:
+        DualencError: the data set's ids are not those of the loss, or prompts are missing.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         loss: Any = self.loss
         texts = getattr(loss, "texts", None)
-        if (
-            texts is not None
-            and loss.objective.needs_encode
-            and self.args.prompts
-            and not any(loss.prompts.values())
-        ):
-            problem = "args.prompts are put before the texts of a batch alone"
+        # Any other loss needs no ids.
+        if texts is None:
+            return
+        has_prompts = any(loss.prompts.values())
+        if loss.objective.needs_encode and self.args.prompts and not has_prompts:
             raise DualencError(
-                f"{problem}; give those of anchors and of other texts as GlobalLoss(prompts=…), too"
+                "args.prompts apply to the texts of a batch only",
+                fix="pass the prompts of anchors and of other texts to GlobalLoss(prompts=…), too",
             )
-        datasets = (
-            self.train_dataset if isinstance(self.train_dataset, dict) else {"": self.train_dataset}
-        )
+        datasets = self.train_dataset
+        if not isinstance(datasets, dict):
+            datasets = {"": datasets}
         for dataset in datasets.values():
-            if texts is None or not isinstance(dataset, Dataset):
-                continue
-            if not texts.are_named_by(dataset):
-                problem = "the training data have other ids than the texts of the loss"
+            # Streamed data sets can be read only once, so their ids are not checked.
+            if isinstance(dataset, Dataset) and not texts.are_named_by(dataset):
                 raise DualencError(
-                    f"{problem}; concatenate data sets, call with_ids once, and train on what it returns"
+                    "the training data have other ids than the texts of the loss",
+                    fix="concatenate data sets, call with_ids once, and train on the result",
                 )

@@ -1,15 +1,4 @@
-"""Objectives in `transformers.Trainer` and its subclasses: the state of the loss in every
-checkpoint.
-
-class MyTrainer(ObjectiveStateMixin, Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        left, right = (normalize(model(**inputs[side]).pooler_output, dim=-1) for side in ("left",
-        "right")) loss = self.objective(left, right, inputs["left_id"], inputs["right_id"]).loss
-        return (loss, None) if return_outputs else loss
-
-trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=collate)
-trainer.objective = SogCLR(num_left=len(dataset))
-"""
+"""Objectives in `transformers.Trainer` and its subclasses, with their state in every checkpoint."""
 
 from __future__ import annotations
 
@@ -26,27 +15,41 @@ from dualenc.io.files import save_tensors
 from dualenc.objectives import Objective
 
 STATE_FILE = "objective.pt"
-"""File of a checkpoint folder with the state of the objective, beside those that the trainer
-writes."""
+"""File in a checkpoint folder that holds the state of the objective."""
 
 
 def refuse_momentum(objective: Objective) -> None:
-    """Refuse an objective whose momentum encoder a trainer of another library does not keep."""
+    """Refuse an objective with a momentum encoder, which other trainers do not maintain."""
     if objective.momentum is not None:
-        problem = "needs a momentum encoder, which only dualenc's Trainer keeps"
-        raise DualencError(f"{objective.name} {problem}; train with that, or take GlobalCache here")
+        raise DualencError(
+            f"{objective.name} needs a momentum encoder, which only dualenc's Trainer keeps",
+            fix="train with that, or take GlobalCache here",
+        )
 
 
 class ObjectiveStateMixin:
-    """Trainer mixin: saves, resumes and steps the objective of a `transformers.Trainer`.
+    """Trainer mixin that saves, resumes and steps the objective of a `transformers.Trainer`.
 
-    A checkpoint holds the objective's state (averages, chains, memories, a learnable τ),
-    `resume_from_checkpoint` restores it, and a learnable τ is trained with the mean gradient of all
+    Each checkpoint holds the objective's state (averages, chains, memories, a learnable τ), and
+    `resume_from_checkpoint` restores it. A learnable τ is trained with the mean gradient of all
     processes.
 
+    Example:
+        class MyTrainer(ObjectiveStateMixin, Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                left = normalize(model(**inputs["left"]).pooler_output, dim=-1)
+                right = normalize(model(**inputs["right"]).pooler_output, dim=-1)
+                ids = inputs["left_id"], inputs["right_id"]
+                loss = self.objective(left, right, *ids).loss
+                return (loss, None) if return_outputs else loss
+
+        trainer = MyTrainer(model, args, train_dataset=dataset, data_collator=collate)
+        trainer.objective = SogCLR(num_left=len(dataset))
+        trainer.train()
+
     Attributes:
-        objective: the loss; set it before `train()`. With `loss=GlobalLoss(…)` of
-            `SentenceTransformerTrainer` it is that loss's.
+        objective: the objective; set it before `train()`. If None, the objective of
+            `loss=GlobalLoss(…)` is used.
     """
 
     objective: Objective | None = None
@@ -56,37 +59,41 @@ class ObjectiveStateMixin:
         self.add_callback(_Steps(self))  # type: ignore[attr-defined]
 
     def find_objective(self) -> Objective:
-        """`objective`, or that of the trainer's loss."""
-        objective = self.objective or getattr(getattr(self, "loss", None), "objective", None)
+        """Return `objective`, or the objective of the trainer's loss."""
+        loss = getattr(self, "loss", None)
+        objective = self.objective or getattr(loss, "objective", None)
         if not isinstance(objective, Objective):
             raise DualencError(
-                "the trainer has no objective; set trainer.objective, or pass loss=GlobalLoss(…), one for all data"
+                "the objective of the trainer is missing",
+                fix="set trainer.objective, or pass loss=GlobalLoss(…), one for all data",
             )
         refuse_momentum(objective)
         return objective
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The trainer's optimizer, which also trains a learnable τ; the objective moves to the
-        trainer's device."""
+        """Create the trainer's optimizer, and add a learnable τ to it.
+
+        The objective is moved to the trainer's device.
+        """
         objective = self.find_objective().to(self.args.device)  # type: ignore[attr-defined]
         optimizer = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         own = {id(parameter): parameter for parameter in _trainable(objective)}
         listed = {id(each) for group in optimizer.param_groups for each in group["params"]}
         missing = [parameter for key, parameter in own.items() if key not in listed]
         if self.lr_scheduler is not None:  # type: ignore[attr-defined]
-            # It has a rate for each of the groups that there are.
+            # The scheduler has one rate per existing group, so no group can be added.
             if missing:
-                problem = (
-                    "a scheduler of your own needs an optimizer that trains the learnable τ, too"
+                raise DualencError(
+                    "a custom scheduler needs an optimizer that trains the learnable τ, too",
+                    fix="add objective.parameters() to the optimizer",
                 )
-                raise DualencError(f"{problem}; give that also objective.parameters()")
             return optimizer
         for group in list(optimizer.param_groups):
-            decayed = [
-                each for each in group["params"] if id(each) in own and group.get("weight_decay")
-            ]
-            # sentence-transformers lists those of its loss already; but weight decay would draw log
-            # τ to 0.
+            if not group.get("weight_decay"):
+                continue
+            # sentence-transformers already lists the parameters of its loss, but with weight decay,
+            # which would pull log τ towards 0.
+            decayed = [each for each in group["params"] if id(each) in own]
             if decayed:
                 group["params"] = [each for each in group["params"] if id(each) not in own]
                 optimizer.add_param_group({**group, "params": decayed, "weight_decay": 0.0})
@@ -95,10 +102,10 @@ class ObjectiveStateMixin:
         return optimizer
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # First, so that a checkpoint which the trainer has finished is whole.
+        # Written before the trainer's files, so that a finished checkpoint is complete.
         arguments: TrainingArguments = self.args  # type: ignore[attr-defined]
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
-        # Collective: memories are divided among the processes.
+        # Called on every process: memories are sharded, and gathering them is collective.
         state = self.find_objective().state_dict()
         if arguments.should_save and not arguments.save_only_model:
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +119,9 @@ class ObjectiveStateMixin:
             return
         if not path.is_file():
             raise DualencError(
-                f"{path}: missing, so the loss would start anew; take a checkpoint with it"
+                "missing, so the loss would start from scratch",
+                fix="resume from a checkpoint that has it",
+                where=path,
             )
         objective = self.find_objective()
         device = objective.log_temperature.device
@@ -121,13 +130,12 @@ class ObjectiveStateMixin:
 
 
 def _trainable(objective: Objective) -> list[nn.Parameter]:
-    """Trainable parameters of an objective, which no wrapper of the model averages over
-    processes."""
+    """Return the trained parameters of an objective, whose gradients no model wrapper averages."""
     return [parameter for parameter in objective.parameters() if parameter.requires_grad]
 
 
 class _Steps(TrainerCallback):
-    """Steps the objective with the optimizer."""
+    """Average and clear the gradients of the objective around each optimizer step."""
 
     def __init__(self, trainer: ObjectiveStateMixin) -> None:
         self.trainer = trainer
@@ -138,6 +146,6 @@ class _Steps(TrainerCallback):
         distributed.average_gradients(_trainable(self.trainer.find_objective()))
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        # The trainer clears the gradients of the model only.
+        # The trainer only clears the gradients of the model.
         for parameter in _trainable(self.trainer.find_objective()):
             parameter.grad = None

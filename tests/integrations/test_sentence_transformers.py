@@ -427,7 +427,7 @@ def test_a_loss_for_each_data_set_is_refused(model_folder: Path, tmp_path: Path)
     ("columns", "message"),
     [
         ({"text": ["a"], "year": [1]}, "column year holds int64"),
-        ({"q": ["a", "b"], "p": ["x", None]}, "column p has no text in 1 rows"),
+        ({"q": ["a", "b"], "p": ["x", None]}, "column p has 1 rows without a text"),
         ({"q": ["a"], "p": ["x"], "label": [0]}, "without a label"),
         ({"q": ["a"]}, "give anchor, positive"),
     ],
