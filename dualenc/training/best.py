@@ -1,4 +1,4 @@
-"""The model folder of a run: the best weights so far, or the last ones."""
+"""Evaluation, early stopping, and the model folder with the best (or last) weights."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ _STATE = ("before", "best", "last", "best_step", "evaluations_without_improvemen
 
 
 class BestModel:
-    """Evaluates, remembers, is patient, and saves the best weights so far, or the last ones.
+    """Runs evaluations, tracks early stopping, and saves the best (or last) weights.
 
-    `card(before, metrics, step)` makes the model card's part on the training. Without an evaluator
-    the last weights are saved.
+    Without an evaluator it saves the last weights. All ranks call its methods together.
+
+    Args:
+        model: the model in training.
+        objective: the objective, whose temperature is saved with the model.
+        evaluator: the evaluator, or None.
+        folder: model folder to write.
+        keep_best: True to save the best weights, False to save the last ones.
+        patience: number of evaluations without improvement before training stops, or None.
+        card: function of (before, metrics, step) that returns the model card's training section.
+        progress: True to show progress bars.
 
     Attributes:
         before: metrics of the untrained model.
-        best: metrics of the best trained one so far.
-        last: those of the latest evaluation.
+        best: best metrics of the trained model so far.
+        last: metrics of the latest evaluation.
     """
 
     def __init__(
@@ -61,21 +70,26 @@ class BestModel:
 
     @property
     def primary(self) -> str:
-        """Name of the metric that decides; "" without an evaluator."""
+        """Name of the metric that selects the best weights; "" without an evaluator."""
         return "" if self.evaluator is None else self.evaluator.primary
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether as many evaluations as the patience allows were no better than the best one."""
+        """True if the last `patience` evaluations did not improve on the best one."""
+        # An untrained model does not count as the best one, so training always starts.
         if self.patience is None or not self.best:
             return False
         return self.evaluations_without_improvement >= self.patience
 
     def evaluate(self, step: int, stopped: Callable[[], bool] | None = None) -> Metrics:
-        """Measure the model after `step` steps; save it if it is the best trained one so far.
+        """Evaluate the model, and save it if it is the best so far.
+
+        Args:
+            step: number of optimizer steps so far; 0 for the untrained model, which is not saved.
+            stopped: function that returns True to stop the evaluation between two batches.
 
         Raises:
-            EmbeddingStopped: `stopped` was true between two batches; nothing has changed.
+            EmbeddingStopped: the evaluation was stopped. Nothing has changed.
         """
         self.last = self._measure(step, stopped)
         if step == 0:
@@ -90,48 +104,60 @@ class BestModel:
         return self.last
 
     def finish(self, step: int, info: Callable[[str], None]) -> Metrics:
-        """Save the last weights, unless the folder holds better ones; returns the metrics of the
-        saved model."""
+        """Save the last weights, unless the folder holds better ones.
+
+        Args:
+            step: number of the last step.
+            info: function that logs a line.
+
+        Returns:
+            The metrics of the saved model.
+        """
         if self.best:
-            # The folder appears whole, with its card.
+            # The folder is written atomically, so it is complete if it has its card.
             if distributed.broadcast_object((self.folder / "README.md").exists()):
                 return self.best
             info(
-                f"{self.folder} is gone, and the weights of the best step, {self.best_step}, with it: saving the last"
+                f"{self.folder} was removed, and with it the weights of the best step "
+                f"({self.best_step}): saving the last weights"
             )
         self._save(step, self.last)
         return self.last
 
     @property
     def _evaluation(self) -> list[Any]:
-        """Class, metric and data of the evaluator, by which a resumed run knows its numbers."""
+        """Identity of the evaluator: its class, metric and data."""
         return [type(self.evaluator).__name__, self.primary, *evaluated_data(self.evaluator)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What later decisions depend on."""
-        return {"evaluator": self._evaluation} | {name: getattr(self, name) for name in _STATE}
+        """Return the metrics and counters that later decisions depend on."""
+        counters = {name: getattr(self, name) for name in _STATE}
+        return {"evaluator": self._evaluation, **counters}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`; numbers of another evaluator are left out, and the best is
-        found anew."""
+        """Restore from `state_dict()`, unless the state is from another evaluator."""
+        # Scores of different evaluators cannot be compared: the search for the best starts over.
         if state.get("evaluator", self._evaluation) == self._evaluation:
             for name in _STATE:
                 setattr(self, name, state[name])
 
     def _rank(self, metrics: Metrics) -> tuple[bool, float]:
-        """What to compare by: every number is better than NaN."""
-        return not math.isnan(metrics[self.primary]), metrics[self.primary]
+        """Return the sort key of an evaluation; any number ranks above NaN."""
+        value = metrics[self.primary]
+        return not math.isnan(value), value
 
     def _measure(self, step: int, stopped: Callable[[], bool] | None) -> Metrics:
-        """The main process's metrics, on every rank."""
+        """Return the metrics of the main process, on every rank."""
         if self.evaluator is None:
             return {}
         moment = f"after step {step}" if step else "before training"
+        # Any callable may be an evaluator; only subclasses have these methods.
         if isinstance(self.evaluator, Evaluator):
             self.evaluator.describe(moment if self.progress else "")
             self.evaluator.stop_when(stopped)
         self.model.eval()
         try:
+            # Evaluations may draw random numbers. How often a run evaluates must not change it.
             with preserve_random_state(), torch.no_grad():
                 metrics = self.evaluator(self.model)
         finally:
@@ -140,15 +166,16 @@ class BestModel:
                 self.evaluator.stop_when(None)
         if self.primary not in metrics:
             raise DualencError(
-                f"evaluator.primary is {self.primary!r}{nearest(self.primary, metrics)}; choose one of "
-                f"{', '.join(metrics)}"
+                f"evaluator.primary is {self.primary!r}{nearest(self.primary, metrics)}",
+                fix=f"choose one of {', '.join(metrics)}",
             )
         own = {name: float(value) for name, value in metrics.items()}
-        # All ranks must take the same decisions by it, bit for bit.
+        # Broadcast, because all ranks must make identical decisions; rounding may differ by rank.
         everywhere: Metrics = distributed.broadcast_object(own)
         return everywhere
 
     def _save(self, step: int, metrics: Metrics) -> None:
+        # On all ranks: the card counts the samples that any of them skipped.
         card = self.card(self.before, metrics, step)
         if distributed.is_main():
             self.model.set_temperature(self.objective.temperature.item())

@@ -1,10 +1,12 @@
-"""The folder of a run: known by its meta.json, locked by one run at a time; its checkpoints are
-complete or absent.
+"""The folder of a run and its checkpoints.
 
-OUTPUT/checkpoints/step-00000500/
-    state.pt      what is the same on all ranks, and the random generators of each; for
-    torch.load(weights_only=True) meta.json     step, fingerprint of the recipe, size and SHA-256 of
-    state.pt
+The folder is identified by its meta.json and locked by one run at a time. Checkpoints are complete
+or absent:
+
+    OUTPUT/checkpoints/step-00000500/
+        state.pt      state common to all ranks, and the random generators of each rank; readable by
+                      torch.load(weights_only=True)
+        meta.json     step, fingerprint of the recipe, size and SHA-256 of state.pt
 """
 
 from __future__ import annotations
@@ -57,48 +59,61 @@ def fingerprint(
     pairs: PairDataset,
     batching: object,
 ) -> dict[str, Any]:
-    """A flat dict of plain values that describes a run, for `Checkpoints`: what its result depends
-    on.
+    """Return everything that the result of a run depends on, as a flat dict of plain values.
 
-    Model and objective by their classes, the names and shapes of their weights, and the values of
-    frozen ones, which checkpoints leave out; the model by how it prepares items, objective and
-    batches by their settings too; the data by class, sizes and contents.
+    `Checkpoints` compares it to refuse resuming another run. It covers class, weights and item
+    preparation of the model; class, weights and settings of the objective; class, sizes and
+    contents of the data; and class and settings of the batch selector.
+
+    Args:
+        settings: nested settings of the run.
+        model: the model.
+        objective: the objective.
+        pairs: the training pairs.
+        batching: the batch selector.
     """
-    # Through JSON, as meta.json gives it back: tuples become lists, paths texts.
+    # Through JSON, to match what is read back from meta.json: tuples become lists, paths strings.
     described = flatten(json.loads(json.dumps(settings, default=str)))
     for name, module in (("model", model), ("objective", objective)):
-        weights = [
-            (key, list(weight.shape), _frozen_sum(weight))
-            for key, weight in module.named_parameters()
-        ]
-        digest = hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
         described[name] = type(module).__name__
-        described[f"{name}.weights"] = digest
+        described[f"{name}.weights"] = _weights_digest(module)
     for side in SIDES:
-        described |= flatten(plain_values(model.tower(side).prepare), f"model.{side}.")
+        prepare = plain_values(model.tower(side).prepare)
+        described |= flatten(prepare, f"model.{side}.")
     for path, module in objective.named_modules(prefix="objective"):
         if isinstance(module, Objective):
+            # On the left of "|": a recipe's spelling of a setting takes precedence.
             described = flatten(module.settings, f"{path}.") | described
-    # Reading all contents takes minutes on large data: once, not on every rank.
+    # On one rank only: reading the contents of large data takes minutes.
     contents = distributed.from_main(pairs.identities)
-    kind = type(pairs).__name__
     described["data"] = (
-        f"{kind}: {len(pairs)} pairs, {pairs.num_left} left, {pairs.num_right} right items"
+        f"{type(pairs).__name__}: {len(pairs)} pairs, "
+        f"{pairs.num_left} left, {pairs.num_right} right items"
     )
     described |= flatten(contents, "data.")
     described["batching"] = type(batching).__name__
     return flatten(plain_values(batching), "batching.") | described
 
 
+def _weights_digest(module: nn.Module) -> str:
+    """Return a digest of the names and shapes of all weights, and of the values of frozen ones."""
+    # Checkpoints omit frozen weights, so their values must be compared here.
+    weights = [
+        (name, list(weight.shape), _frozen_sum(weight)) for name, weight in module.named_parameters()
+    ]
+    return hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
+
+
 def _frozen_sum(weight: nn.Parameter) -> int | None:
-    """The sum of a frozen weight's bytes, the same on every device; None of one that trains."""
+    """Return the sum of a frozen weight's bytes; None for a trained weight."""
     if weight.requires_grad:
         return None
+    # A sum of integers is the same on every device, whatever the order of addition.
     return int(weight.detach().flatten().view(torch.uint8).sum(dtype=torch.int64))
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """Join the keys of nested mappings with dots: {"a": {"b": 1}} becomes {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -110,11 +125,18 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool) -> Iterator[None]:
-    """Lock a run's folder in this context; all ranks enter it together, the main process holds the
-    lock.
+    """Lock the folder of a run in this context, and create it if it is missing.
 
-    The folder is made if it is missing. A folder in which nothing was written is as before at the
-    end: a mistake that comes to light before the first step leaves no trace.
+    All ranks enter the context together; the main process holds the lock. If the run writes
+    nothing, the folder is restored: a mistake found before the first step leaves no trace.
+
+    Args:
+        output: folder of the run.
+        resume: True to accept a folder that holds a run, to continue it.
+        overwrite: True to accept a folder that holds a run, to replace it.
+
+    Raises:
+        DualencError: the folder is locked, holds a run or other files, or cannot be written.
     """
     folder = Path(output)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -127,14 +149,14 @@ def locked_run(output: str | os.PathLike[str], *, resume: bool, overwrite: bool)
                 with suppress(FileNotFoundError):
                     if set(os.listdir(folder)) <= {LOCK, META}:
                         remove(folder / META)
-                # Removed while it is held: whoever waits for a removed lock file notices, and tries
-                # again.
+                # Removed before the release: a process that waits for the lock then notices that
+                # the file is gone, and creates another one.
                 Path(lock.lock_file).unlink(missing_ok=True)
                 lock.release()
 
 
 def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) -> None:
-    """Check, make, lock and mark the folder of a run; its lock file says who has it."""
+    """Check, create, lock and mark the folder of a run; the lock file names its holder."""
     path = Path(lock.lock_file)
     try:
         check_run_folder(folder)
@@ -147,52 +169,71 @@ def _take_folder(folder: Path, lock: FileLock, resume: bool, overwrite: bool) ->
         present = [name for name in RUN_FILES if (folder / name).exists()]
         if present and not (resume or overwrite):
             raise DualencError(
-                f"{folder}: holds a run already ({present[0]}); resume it (--resume), allow trainer.overwrite=true, or "
-                "choose another trainer.output"
+                f"holds a run already ({present[0]})",
+                fix="resume it (--resume), set trainer.overwrite=true, or choose another "
+                "trainer.output",
+                where=folder,
             )
         mark_run(folder)
     except Timeout:
         holder = path.read_text(encoding="utf-8", errors="replace").strip()
         raise DualencError(
-            f"{folder}: a run is going on in this folder ({holder}); wait for it or stop it, or choose another "
-            "trainer.output"
+            f"is in use by another run ({holder})",
+            fix="wait for it or stop it, or choose another trainer.output",
+            where=folder,
         ) from None
     except OSError as error:
-        problem = (
-            f"{folder}: cannot be made or written ({error.strerror}); choose another trainer.output"
-        )
-        raise DualencError(problem) from None
+        raise DualencError(
+            f"cannot be created or written ({error.strerror})",
+            fix="choose another trainer.output",
+            where=folder,
+        ) from None
 
 
 def mark_run(folder: Path) -> None:
-    """Let a run use a folder that holds other files, unless these have a meta.json."""
+    """Mark a folder as a run with a meta.json, unless it has one.
+
+    Args:
+        folder: existing folder, which may hold other files.
+    """
     if not (folder / META).exists():
         write_json(folder / META, {"format": RUN})
 
 
 def _is_run(folder: Path) -> bool:
-    """True if a folder holds a run, or the lock file of one that was killed at its beginning."""
+    """Return True if a folder holds a run, or just the lock file of a run killed at its start."""
     return os.listdir(folder) == [LOCK] or is_folder_of(folder, RUN)
 
 
 def check_run_folder(output: str | os.PathLike[str]) -> None:
-    """Refuse to write into a folder that holds anything but a run, or that others replace."""
+    """Refuse a folder that holds anything but a run, or lies in a folder that others replace.
+
+    Args:
+        output: folder to check, which need not exist.
+
+    Raises:
+        DualencError: the folder cannot be used.
+    """
     check_outside(output)
-    # A run that was killed at its beginning has left its lock file.
     check_folder_target(output, _is_run, "run of dualenc")
 
 
 def clear(output: str | os.PathLike[str]) -> None:
-    """Remove an earlier run."""
+    """Remove an earlier run from a folder."""
     if distributed.is_main():
         for name in RUN_FILES:
             remove(Path(output) / name)
 
 
 class Checkpoints:
-    """The checkpoints of one run, of which the latest `keep` stay.
+    """The checkpoints of one run.
 
-    `fingerprint` is a flat dict of what must be the same for a resumed run to be the same run.
+    Saving removes old checkpoints; loading verifies the latest one and refuses one of another run.
+
+    Args:
+        folder: folder of the checkpoints.
+        keep: number of recent checkpoints to keep.
+        fingerprint: flat dict of everything that must stay the same when the run is resumed.
     """
 
     def __init__(
@@ -203,9 +244,13 @@ class Checkpoints:
         self.fingerprint = fingerprint or {}
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Write the state after `step` optimizer steps, equal on all ranks, which call it
-        together."""
-        # Dropout draws from each rank's own generators.
+        """Write a checkpoint. All ranks call it together.
+
+        Args:
+            step: number of optimizer steps so far.
+            state: state of the run, the same on all ranks.
+        """
+        # Generators differ by rank, as dropout must.
         ranks = distributed.gather_objects(random_state())
         if distributed.is_main():
             folder = self.folder / f"step-{step:08d}"
@@ -221,38 +266,40 @@ class Checkpoints:
         distributed.barrier()
 
     def finished(self) -> list[tuple[int, Path]]:
-        """(step, folder) of every checkpoint, in ascending order."""
+        """Return (step, folder) of every checkpoint, in ascending order."""
         folders = self.folder.glob("step-*")
         return sorted(
             (int(folder.name[5:]), folder) for folder in folders if folder.name[5:].isdecimal()
         )
 
     def load_latest(self, seed: int) -> dict[str, Any] | None:
-        """The state of the latest checkpoint, or None; sets this rank's random generators.
+        """Load the latest checkpoint, and set this rank's random generators from it.
 
-        A rank that the checkpoint does not know (more processes than before) is seeded anew from
-        (seed, rank).
+        Args:
+            seed: random seed for ranks that the checkpoint lacks (more processes than before).
+
+        Returns:
+            The state; None without a checkpoint.
 
         Raises:
-            DualencError: a file that is missing, cut short or changed, or another recipe or other
-                data.
+            DualencError: a file is missing, truncated or changed, or the recipe or data differ.
         """
         if distributed.is_main():
             recover_inside(self.folder)
-        # The main process decides: another rank may see the folder later, on a shared file system.
+        # The main process decides: on a shared file system, other ranks may see a folder later.
         finished = self.finished()
         folder = distributed.broadcast_object(finished[-1][1] if finished else None)
         if folder is None:
             return None
-        # On the main process alone: every rank reads the same files.
+        # Only on the main process, because all ranks read the same files.
         distributed.from_main(partial(self._verify, folder))
-        # weights_only, so that a checkpoint of unknown origin cannot run code.
+        # With weights_only, a checkpoint of unknown origin cannot run code.
         with explain(f"{folder / STATE}: damaged", _remedy(folder)):
             state: dict[str, Any] = torch.load(
                 folder / STATE, map_location="cpu", weights_only=True
             )
         ranks = state.pop("ranks")
-        # A run may be resumed on more processes than it was saved by.
+        # A run may be resumed on more processes than wrote the checkpoint.
         if distributed.rank() < len(ranks):
             set_random_state(ranks[distributed.rank()])
         else:
@@ -263,18 +310,23 @@ class Checkpoints:
         meta = read_json_object(folder / META)
         verify_files(folder, [STATE], meta, _remedy(folder), whole=True)
         saved = meta["fingerprint"]
-        # What a selector knows follows from other settings.
-        for key in sorted(
-            {*saved, *self.fingerprint}, key=lambda key: (key.startswith("batching."), key)
-        ):
+        keys = sorted({*saved, *self.fingerprint})
+        # The selector's values come last: they often follow from another setting, which is the one
+        # to name. The sort is stable.
+        keys.sort(key=lambda key: key.startswith("batching."))
+        for key in keys:
             was = saved.get(key)
             now = self.fingerprint.get(key)
             if was != now:
                 raise DualencError(
-                    f"{folder}: this checkpoint is from another recipe or other data: {key} was {was!r} and is now "
-                    f"{now!r}; resume with the recipe and data it was made with, or choose another output folder"
+                    "this checkpoint is from another recipe or other data: "
+                    f"{key} was {was!r} and is now {now!r}",
+                    fix="resume with the recipe and data it was made with, or choose another "
+                    "output folder",
+                    where=folder,
                 )
 
 
 def _remedy(folder: Path) -> str:
+    """Return the advice for a damaged checkpoint."""
     return f"remove the folder {folder} to resume from the checkpoint before it"

@@ -1,8 +1,7 @@
-"""Evaluators: what measures a model during training, on top of the pure functions of
-`dualenc.evaluation`.
+"""Evaluators: measure a model during training, with the pure functions of `dualenc.evaluation`.
 
-`evaluation.probe` is imported where it is called: it brings scikit-learn, 1.6 seconds of the start
-of every training.
+`evaluation.probe` is imported late: it imports scikit-learn, which would delay every training by
+1.6 seconds.
 """
 
 from __future__ import annotations
@@ -37,12 +36,24 @@ from dualenc.types import Modality, Side
 
 
 class Evaluator(ABC):
-    """Measures a model in evaluation mode; any callable with a `primary` can be one.
+    """Measures a model in evaluation mode. Any callable with a `primary` can serve as one.
+
+    A subclass implements `__call__`, and may use `embed`.
+
+    Example:
+        class MeanSimilarity(Evaluator):
+            primary = "similarity"
+
+            def __call__(self, model):
+                left = self.embed(model, "left", queries, "queries").vectors
+                right = self.embed(model, "right", documents, "documents").vectors
+                return {"similarity": float((left * right).sum(axis=1).mean())}
 
     Attributes:
-        primary: name of the metric, higher is better, by which the best weights are chosen.
-        data: name of the data, and its split.
-        modalities: "text" or "image" by side, of what is embedded; empty when it takes any model.
+        primary: name of the metric that selects the best weights; higher is better.
+        data: name of the data, and its split or None.
+        modalities: "text" or "image" by side, for the items to embed; empty if any model fits.
+        batch_size: number of items to encode at a time.
     """
 
     primary: str
@@ -54,36 +65,51 @@ class Evaluator(ABC):
     _reported: frozenset[str] = frozenset()
 
     def describe(self, moment: str) -> None:
-        """Show progress bars that begin with this, such as "before training"; "" shows none."""
+        """Label the progress bars of the next evaluation.
+
+        Args:
+            moment: start of each label, such as "before training"; "" hides the bars.
+        """
         self._moment = moment
 
     def stop_when(self, stopped: Callable[[], bool] | None) -> None:
-        """Raise EmbeddingStopped between two batches of an evaluation once this is true."""
+        """Set a condition that ends an evaluation with EmbeddingStopped.
+
+        Args:
+            stopped: function that is called between two batches, and returns True to stop; None
+                for no condition.
+        """
         self._stopped = stopped
 
     @abstractmethod
     def __call__(self, model: DualEncoder) -> dict[str, float]:
-        """Metrics by name. All ranks call it together; the main process's result counts."""
+        """Return metrics by name. All ranks call it together; the main process's result counts."""
 
     def embed(
         self, model: DualEncoder, side: Side, corpus: Corpus, what: str, **named: Any
     ) -> Embeddings:
-        """Embed a corpus in memory, every rank a share; all get the whole. `what` describes a bar.
+        """Embed a corpus in memory. Ranks share the work, and each gets all embeddings.
 
-        Items that cannot be read are left out, and reported once.
+        Unreadable items are skipped, and reported once.
+
+        Args:
+            model: model to embed with.
+            side: tower to embed with.
+            corpus: items to embed.
+            what: description of the items, for the progress bar and the report.
+            named: further arguments of `dualenc.search.embed.encode.embed`.
         """
         progress = f"{self._moment}: embed {what}" if self._moment else False
         options: dict[str, Any] = {"batch_size": self.batch_size, "stopped": self._stopped, **named}
-        found = embed(model.tower(side), corpus, progress=progress, **options)
-        if found.meta["skipped"] and what not in self._reported:
+        embeddings = embed(model.tower(side), corpus, progress=progress, **options)
+        num_skipped = embeddings.meta["skipped"]
+        if num_skipped and what not in self._reported:
             self._reported |= {what}
             bad_rows = BadRows(what)
-            first = found.meta["first_skipped"][0]["reason"]
-            bad_rows.add(
-                f"{corpus.modality} that cannot be read", first, count=found.meta["skipped"]
-            )
+            first = embeddings.meta["first_skipped"][0]["reason"]
+            bad_rows.add(f"{corpus.modality} that cannot be read", first, count=num_skipped)
             bad_rows.report()
-        return found
+        return embeddings
 
 
 def check_settings(
@@ -92,22 +118,49 @@ def check_settings(
     primary: str = "",
     metrics: Sequence[str] = ("",),
 ) -> None:
-    """Raise for an evaluator's settings that would fail after embedding everything."""
+    """Check settings of an evaluator that would otherwise fail after everything was embedded.
+
+    Args:
+        evaluator: name of the evaluator, for the error.
+        batch_size: number of items to encode at a time.
+        primary: name of the primary metric.
+        metrics: names of the metrics to choose from.
+
+    Raises:
+        DualencError: a setting is not valid.
+    """
+    # A bool is an int in Python.
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise DualencError(f"{evaluator}: batch_size is {batch_size!r}; give at least 1")
+        raise DualencError(
+            f"batch_size is {batch_size!r}",
+            fix="give at least 1",
+            where=evaluator,
+        )
     if primary not in metrics:
-        problem = f"{evaluator}: primary is {primary!r}{nearest(str(primary), metrics)}"
-        raise DualencError(f"{problem}; choose one of {', '.join(metrics)}")
+        raise DualencError(
+            f"primary is {primary!r}{nearest(str(primary), metrics)}",
+            fix=f"choose one of {', '.join(metrics)}",
+            where=evaluator,
+        )
 
 
 def headline_scores(per_query: Mapping[str, Scores], primary: str) -> Scores:
-    """The means of the metrics that an evaluation in training shows, the primary one among them."""
+    """Return the mean metrics that an evaluation during training reports.
+
+    Args:
+        per_query: scores by query.
+        primary: name of the primary metric, which is included.
+    """
     means = mean_scores(per_query)
     return {name: means[name] for name in (*HEADLINES, primary) if name in means}
 
 
 def evaluated_data(evaluator: object) -> tuple[str, str | None]:
-    """What an evaluator measures on, and its split; any callable may be one."""
+    """Return the name of an evaluator's data and its split.
+
+    Args:
+        evaluator: evaluator, or any callable, whose data gets the default name.
+    """
     data: tuple[str, str | None] = getattr(evaluator, "data", Evaluator.data)
     return data
 
@@ -115,14 +168,22 @@ def evaluated_data(evaluator: object) -> tuple[str, str | None]:
 class RetrievalEvaluator(Evaluator):
     """Retrieval of right items by left items: nDCG@10, recall@10 and @100, MRR@10, MAP@100.
 
+    The data is either a BEIR folder or held-out pairs.
+
+    Example:
+        evaluator = RetrievalEvaluator("data/scifact", split="test")
+        Trainer(output="run").fit(model, pairs, objective, evaluator=evaluator)
+
     Args:
-        path: BEIR folder; or give pairs.
-        split: its judgements, qrels/SPLIT.tsv.
-        pairs: held-out pairs; all right items of their data are the corpus, at most 100,000 of
-            them.
-        batch_size: items encoded at once.
-        primary: the metric to keep the best weights by: ndcg, recall, mrr, map, precision or hit at
+        path: BEIR folder.
+        split: split of the BEIR folder, whose judgments are in qrels/SPLIT.tsv.
+        pairs: held-out pairs. The corpus is all right items of their data, at most 100,000.
+        batch_size: number of items to encode at a time.
+        primary: metric that selects the best weights: ndcg, recall, mrr, map, precision or hit at
             1, 3, 5, 10 or 100.
+
+    Raises:
+        DualencError: a setting is not valid, or the data cannot be read.
     """
 
     def __init__(
@@ -134,7 +195,7 @@ class RetrievalEvaluator(Evaluator):
         batch_size: int = 64,
         primary: str = "ndcg@10",
     ) -> None:
-        # Before the data is read, and long before the first evaluation.
+        # Checked before the data is read, which may take minutes.
         check_settings("RetrievalEvaluator", batch_size, primary, METRICS)
         if path is not None and pairs is None:
             self.name = Path(path).resolve().name
@@ -144,13 +205,16 @@ class RetrievalEvaluator(Evaluator):
             self.collection = held_out(pairs)
         else:
             raise DualencError(
-                "RetrievalEvaluator: give either path, a BEIR folder, or held-out pairs"
+                "the data is missing or given twice",
+                fix="give either path, a BEIR folder, or held-out pairs",
+                where="RetrievalEvaluator",
             )
         report_self_matches(self.name, self.collection, keep_self_matches=False)
-        documents = f"{len(self.collection.corpus):,} documents"
-        self.data = (
-            (self.name, split) if pairs is None else (f"{self.name} among {documents}", None)
-        )
+        self.data = (self.name, split)
+        if pairs is not None:
+            # The size of the corpus is part of the name: scores depend on it.
+            num_documents = len(self.collection.corpus)
+            self.data = (f"{self.name} among {num_documents:,} documents", None)
         self.modalities = {
             "left": self.collection.queries.modality,
             "right": self.collection.corpus.modality,
@@ -164,7 +228,7 @@ class RetrievalEvaluator(Evaluator):
         documents = self.embed(model, "right", collection.corpus, f"documents of {self.name}")
         device = next(model.parameters()).device
         vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
-        # An unjudged document with the id of the query is a copy of it, and is left out.
+        # Removes unjudged documents that share the query's id, which are copies of it.
         run = retrieve(*vectors, qrels=collection.qrels, device=device)
         return headline_scores(score_queries(collection.qrels, run), self.primary)
 
@@ -175,12 +239,22 @@ RECALLS = tuple(both_ways_recall({"image_to_text": _ONE_RANK, "text_to_image": _
 
 
 class ImageTextEvaluator(Evaluator):
-    """Recall@1, @5 and @10 of captions by images and of images by captions.
+    """Image-text retrieval: recall@1, @5 and @10 in both directions, and their mean.
+
+    An image may have several captions; any of them counts.
+
+    Example:
+        train, held_out = pairs.split(0.1)
+        evaluator = ImageTextEvaluator(held_out)
+        Trainer(output="run").fit(model, train, objective, evaluator=evaluator)
 
     Args:
-        pairs: held-out (image, text) pairs; captions with the same left id are of the same image.
-        batch_size: items encoded at once.
-        primary: the metric to keep the best weights by.
+        pairs: held-out (image, text) pairs; captions of one image share its left id.
+        batch_size: number of items to encode at a time.
+        primary: metric that selects the best weights.
+
+    Raises:
+        DualencError: a setting is not valid.
     """
 
     data = ("held-out pairs", None)
@@ -192,7 +266,7 @@ class ImageTextEvaluator(Evaluator):
         pairs = pairs.relevant()
         self.images, image_rows = used_items(pairs, "left")
         self.texts, text_rows = used_items(pairs, "right")
-        # Of all images and texts, by their rows; `__call__` leaves out those that cannot be read.
+        # Matches by row. `__call__` leaves out images and texts that cannot be read.
         self._match = partial(match_captions, image_rows, text_rows)
         self.captions = self._match(range(len(self.images)), range(len(self.texts))).captions
         self.batch_size = batch_size
@@ -202,23 +276,31 @@ class ImageTextEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         images = self.embed(model, "left", self.images, "held-out images")
         texts = self.embed(model, "right", self.texts, "their captions")
-        image_rows, text_rows = (
-            rows_of(self.images.ids, images.ids),
-            rows_of(self.texts.ids, texts.ids),
-        )
-        found = self._match(image_rows.tolist(), text_rows.tolist())
-        return both_ways_recall(ranks_of_pairs(images.vectors, texts.vectors, found))
+        image_rows = rows_of(self.images.ids, images.ids)
+        text_rows = rows_of(self.texts.ids, texts.ids)
+        matches = self._match(image_rows.tolist(), text_rows.tolist())
+        ranks = ranks_of_pairs(images.vectors, texts.vectors, matches)
+        return both_ways_recall(ranks)
 
 
 class KNNEvaluator(Evaluator):
-    """Accuracy of a nearest-neighbour vote on the backbone's features (Wu et al. 2018).
+    """Accuracy of a k-nearest-neighbor classifier on the backbone's features.
+
+    Each neighbor votes with weight exp(s/τ) (Wu et al. 2018, arXiv:1805.01978).
+
+    Example:
+        evaluator = KNNEvaluator(labeled_train, labeled_test)
+        Trainer(output="run").fit(model, views, objective, evaluator=evaluator)
 
     Args:
-        train: labelled images that vote.
-        test: labelled images to classify.
-        k: neighbours that vote.
-        temperature: τ of a vote's weight exp(s/τ).
-        batch_size: images encoded at once.
+        train: labeled images that vote.
+        test: labeled images to classify.
+        k: number of neighbors that vote.
+        temperature: temperature τ of a vote's weight, above 0.
+        batch_size: number of images to encode at a time.
+
+    Raises:
+        DualencError: a setting is not valid, or images have no labels.
     """
 
     primary = "knn_accuracy"
@@ -236,25 +318,38 @@ class KNNEvaluator(Evaluator):
     ) -> None:
         check_settings("KNNEvaluator", batch_size)
         if not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-            raise DualencError(f"KNNEvaluator: temperature is {temperature!r}; it must be above 0")
+            raise DualencError(
+                f"temperature is {temperature!r}",
+                fix="it must be above 0",
+                where="KNNEvaluator",
+            )
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise DualencError(f"KNNEvaluator: k is {k!r}; give at least 1")
+            raise DualencError(f"k is {k!r}", fix="give at least 1", where="KNNEvaluator")
         self.corpora: list[Corpus] = []
         self.labels: list[np.ndarray] = []
         for name, images in (("train", train), ("test", test)):
             if images.labels is None:
-                problem = "has no labels; name its label column or sort images into folders"
-                raise DualencError(f"KNNEvaluator: {name} {problem}")
-            rows = rows_with_label(images.labels, f"KNNEvaluator: {name}")
+                raise DualencError(
+                    f"the {name} images are unlabeled",
+                    fix="name their label column or sort images into folders",
+                    where="KNNEvaluator",
+                )
+            where = f"KNNEvaluator: {name}"
+            rows = rows_with_label(images.labels, where)
             ids = [str(row) for row in rows]
             self.corpora.append(Corpus(ids, Picked(images.left_items, rows), "image"))
-            own = align_labels(
-                images.labels[rows], images.class_names, train.class_names, f"KNNEvaluator: {name}"
+            # The two data sets may number their classes differently.
+            aligned = align_labels(
+                images.labels[rows], images.class_names, train.class_names, where
             )
-            self.labels.append(own)
-        if k > len(self.labels[0]):
-            problem = f"KNNEvaluator: k is {k}, and {len(self.labels[0])} training images vote"
-            raise DualencError(f"{problem}; choose k from 1 to that")
+            self.labels.append(aligned)
+        num_train = len(self.labels[0])
+        if k > num_train:
+            raise DualencError(
+                f"k is {k}, but only {num_train} training images vote",
+                fix=f"choose k from 1 to {num_train}",
+                where="KNNEvaluator",
+            )
         self.k = k
         self.temperature = temperature
         self.batch_size = batch_size
@@ -262,15 +357,21 @@ class KNNEvaluator(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         from dualenc.evaluation.probe import accuracy, knn_predict
 
-        features, labels = [], []
+        features = []
+        labels = []
         names = ("images that vote", "held-out images")
         for corpus, own_labels, what in zip(self.corpora, self.labels, names, strict=True):
             embedded = self.embed(model, "left", corpus, what, output="features")
             features.append(embedded.vectors)
-            labels.append(own_labels[rows_of(corpus.ids, embedded.ids)])
-        device = next(model.parameters()).device
-        votes = features[0], labels[0]
+            # Unreadable images have no vector.
+            rows = rows_of(corpus.ids, embedded.ids)
+            labels.append(own_labels[rows])
         predicted = knn_predict(
-            *votes, features[1], k=self.k, temperature=self.temperature, device=device
+            features[0],
+            labels[0],
+            features[1],
+            k=self.k,
+            temperature=self.temperature,
+            device=next(model.parameters()).device,
         )
         return {"knn_accuracy": accuracy(predicted, labels[1])}

@@ -1,4 +1,4 @@
-"""Items outside the batch, which an objective asks for by id: read, prepared and encoded."""
+"""Items outside the batch, which objectives request by id: reading, preparation and encoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from dualenc.types import Inputs, OnError, Side
 
 
 class Request(NamedTuple):
-    """Items to read in one process: their side, places, ids, and seeds of their augmentation."""
+    """Items to read in one process.
+
+    Attributes:
+        side: side of the items.
+        places: positions of the items in the objective's list of ids.
+        ids: ids of the items.
+        seeds: augmentation seeds of the items.
+    """
 
     side: Side
     places: list[int]
@@ -29,8 +36,16 @@ class Request(NamedTuple):
 
 
 class ItemReader:
-    """Reads and prepares requests: inputs of the items that can be read, {} for none, and their
-    places; or an error."""
+    """Data set of requests: reads and prepares the items of each.
+
+    Indexing by a `Request` returns the inputs of its readable items ({} if there are none) and
+    their places. With on_error="raise" it returns the error of an unreadable item instead.
+
+    Args:
+        model: model that prepares the items.
+        pairs: pairs that hold the items.
+        on_error: "skip" to skip unreadable items, "raise" to return their error.
+    """
 
     def __init__(self, model: DualEncoder, pairs: PairDataset, on_error: OnError) -> None:
         self.prepare = {side: model.tower(side).prepare for side in SIDES}
@@ -41,30 +56,46 @@ class ItemReader:
         items = []
         places = []
         seeds = []
+        side = request.side
+        prepare = self.prepare[side]
         for place, item_id, seed in zip(*request[1:], strict=True):
             try:
-                item = self.pairs.item(request.side, item_id)
-                check_item(
-                    item, self.prepare[request.side].modality, f"{request.side} item {item_id}"
-                )
+                item = self.pairs.item(side, item_id)
+                check_item(item, prepare.modality, f"{side} item {item_id}")
                 items.append(item)
             except BadSample as error:
                 if self.on_error == "raise":
+                    # Returned, because a DataLoader wraps what workers raise into a traceback.
                     return error
                 continue
             places.append(place)
             seeds.append(seed)
-        return dict(self.prepare[request.side](items, seeds)) if items else {}, places
+        inputs = dict(prepare(items, seeds)) if items else {}
+        return inputs, places
 
 
 class ItemEncoder:
-    """The `encode` of an objective: embeds single items by id, augmented with a seed of (seed,
-    batch, id, view).
+    """The `encode` function of an objective: embeds items by id.
 
-    Images are read in workers: it takes longer than to encode them. BatchNorm normalises items as
-    it did the batch: see `BatchStatistics`. Whether a graph is built follows
-    `torch.is_grad_enabled()`. With on_error="skip" an item that cannot be read gets a zero vector,
-    similar to nothing. `num_encoded` counts the items.
+    Items are augmented with a seed derived from (seed, batch, id, side). BatchNorm normalizes them
+    with the statistics of the batch, see `BatchStatistics`. A graph is built if gradients are
+    enabled. An unreadable item gets a zero vector, whose similarity to anything is 0, unless
+    on_error is "raise".
+
+    Example:
+        encode = ItemEncoder(model, pairs, PlainEncoding(model, device))
+        encode("right", torch.tensor([3, 14]))  # (2, D)
+
+    Args:
+        model: model in training.
+        pairs: pairs that hold the items.
+        encoding: encoding of the current batch.
+        seed: random seed for augmentation.
+        num_workers: number of processes that read images, which takes longer than encoding them.
+        on_error: "skip" to skip unreadable items, "raise" to stop at the first one.
+
+    Attributes:
+        num_encoded: number of items encoded so far.
     """
 
     def __init__(
@@ -92,8 +123,7 @@ class ItemEncoder:
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             worker_init_fn=forgive_one_sigterm,
-            # A generator of its own: an iterator otherwise draws from, and so shifts, the global
-            # one.
+            # With a separate generator, the loader does not draw from the global one.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -102,22 +132,33 @@ class ItemEncoder:
         del self.loader
 
     def begin(self, batch_number: int) -> None:
-        """Begin a batch, whose number in the run enters the seeds of the augmentation."""
+        """Start a batch.
+
+        Args:
+            batch_number: number of the batch in the run, for the augmentation seeds.
+        """
         self.batch_number = batch_number
 
     def __call__(self, side: Side, ids: Tensor) -> Tensor:
-        """(n, D) embeddings of items (n,) of a side."""
+        """Embed items (n,) of a side to (n, D)."""
         return self.sides([(side, ids)])[0]
 
     def sides(self, parts: Sequence[tuple[Side, Tensor]]) -> list[Tensor]:
-        """(n, D) embeddings of the items (n,) of each part; in one pass where both sides share
-        their weights."""
+        """Embed the items of several sides, in one pass if the towers share their weights.
+
+        Args:
+            parts: (side, ids) of each part, with ids (n,).
+
+        Returns:
+            Embeddings (n, D) of each part.
+        """
         requests = [self._requests(side, ids.reshape(-1).tolist()) for side, ids in parts]
         self.requests[:] = chain.from_iterable(requests)
-        # As a list: an iterator, held by the traceback of an error, would keep the workers.
+        # Read to the end first: the traceback of an error would keep an iterator, and its workers,
+        # alive.
         read = iter(list(self.loader))
         prepared = [_joined(islice(read, len(own))) for own in requests]
-        # Even without any item: all ranks make this pass together.
+        # Also without any item, because all ranks must take part in each forward pass.
         inputs = [(side, own) for (side, _), (own, _) in zip(parts, prepared, strict=True)]
         encoded = self.encoding.encode_parts(*inputs, out_of_batch=True)
         results = []
@@ -127,7 +168,7 @@ class ItemEncoder:
         return results
 
     def _requests(self, side: Side, ids: list[int]) -> list[Request]:
-        """The items of a side, divided among the workers if they are images."""
+        """Return requests for the items of a side, one per worker for images, otherwise one."""
         limit = self.limits[side]
         for item_id in ids:
             if not 0 <= item_id < limit:
@@ -135,19 +176,19 @@ class ItemEncoder:
                     f"the objective asks for {side} item {item_id}, outside [0, {limit})"
                 )
         seeds = augmentation_seeds(self.seed, self.batch_number, ids, side, "item")
+        # Texts are not split: all are tokenized at once, and padded to one length.
         workers = max(1, self.num_workers) if side in self.images else 1
         size = max(1, -(-len(ids) // workers))
         requests = []
         for start in range(0, len(ids), size):
-            places = list(range(start, min(start + size, len(ids))))
-            requests.append(
-                Request(side, places, ids[start : start + size], seeds[start : start + size])
-            )
+            end = min(start + size, len(ids))
+            places = list(range(start, end))
+            requests.append(Request(side, places, ids[start:end], seeds[start:end]))
         return requests
 
 
 def _joined(read: Iterable[tuple[Inputs, list[int]] | BadSample]) -> tuple[Inputs, list[int]]:
-    """What several workers read, as one."""
+    """Concatenate the inputs and places that several workers returned."""
     parts = []
     places = []
     for result in read:
@@ -157,14 +198,19 @@ def _joined(read: Iterable[tuple[Inputs, list[int]] | BadSample]) -> tuple[Input
         if inputs:
             parts.append(inputs)
         places += own_places
-    if len(parts) < 2:
-        return (parts[0] if parts else {}), places
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, places
+    if not parts:
+        return {}, places
+    if len(parts) == 1:
+        return parts[0], places
+    joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return joined, places
 
 
 def _at_places(embeddings: Tensor, places: list[int], count: int) -> Tensor:
-    """(count, D) with embeddings (n, D) at n places, and zeros elsewhere."""
+    """Return zeros (count, D) with embeddings (n, D) at n places."""
     if len(places) == count:
         return embeddings
     rows = torch.tensor(places, dtype=torch.int64, device=embeddings.device)
-    return embeddings.new_zeros(count, embeddings.shape[1]).index_copy(0, rows, embeddings)
+    zeros = embeddings.new_zeros(count, embeddings.shape[1])
+    # Out of place, so that gradients reach the embeddings.
+    return zeros.index_copy(0, rows, embeddings)

@@ -1,4 +1,4 @@
-"""Training settings: the arguments of `Trainer`, with their ranges."""
+"""Training settings: the arguments of `Trainer` and their valid ranges."""
 
 from __future__ import annotations
 
@@ -17,83 +17,95 @@ from dualenc.types import OnError
 
 MixedPrecision = Literal["no", "bf16", "fp16", "auto"]
 Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # what a checkpoint can hold
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # a signed 64-bit integer, which checkpoints can hold
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 FREE_SETTINGS = (
-    *("output", "num_workers", "save_every", "keep_checkpoints", "log_every"),
-    *(
-        "tracker",
-        "project",
-        "timeout_minutes",
-        "overwrite",
-        "progress",
-        "evaluate_every",
-        "patience",
-    ),
+    "output",
+    "num_workers",
+    "save_every",
+    "keep_checkpoints",
+    "log_every",
+    "tracker",
+    "project",
+    "timeout_minutes",
+    "overwrite",
+    "progress",
+    "evaluate_every",
+    "patience",
 )
-"""Settings that the weights of a step do not depend on: a run may be resumed with others."""
+"""Settings that do not affect the weights after a step. They may change when a run is resumed."""
 
 
 @dataclass(kw_only=True)
 class TrainerSettings:
     """Settings of a training run.
 
+    `Trainer` takes the same arguments. In a recipe they are the keys of the section `trainer`.
+
+    Example:
+        settings = TrainerSettings(output="run", epochs=3, batch_size=64)
+        settings.schedule  # "cosine"
+
     Args:
-        output: folder of the run: checkpoints, metrics.jsonl and, at the end, `model`.
-        batch_size: pairs in a global batch, over all processes.
-        epochs: passes over the data; 1 when max_steps is not given either.
-        max_steps: optimizer steps at which to stop; overrides epochs, fewer or more.
+        output: folder of the run; gets checkpoints, metrics.jsonl and, at the end, `model`.
+        batch_size: number of pairs in a global batch, over all processes.
+        epochs: number of passes over the data; null means 1, unless max_steps is set.
+        max_steps: number of optimizer steps; overrides epochs. null: off.
         learning_rate: peak learning rate.
-        optimizer: "adamw", "sgd", "lars", "lion", "muon" or others of timm.
-        weight_decay: of weights with two or more dimensions.
-        momentum: of "sgd", "lars", "muon" and others that have one.
-        freeze: names of weights that are not trained, with * and [0-5] as in file names: "left.*",
-            "*embeddings*".
-        weight_average: decay of a moving average of the weights, such as 0.999: evaluated and
-            saved. null: off.
-        warmup: steps of linear warm-up, or their share of all steps when it is a fraction below 1.
-        schedule: "cosine", "linear", "constant", "inverse_sqrt" or "warmup_stable_decay", after the
-            warm-up.
-        max_gradient_norm: gradients are scaled down to this norm; null leaves them.
-        mixed_precision: "no", "bf16", or "fp16" for GPUs before Ampere (T4, V100), which have no
-            bf16; "auto" takes bf16 where the device multiplies it faster than float32.
-        gradient_accumulation: global batches per optimizer step; each batch has its own negatives.
-        chunk_size: items encoded at once, with gradient caching: memory does not grow with the
-            batch. Not with BatchNorm, unless that is frozen. null: off.
-        compile: `torch.compile` both towers: faster after a minute or more of compiling.
-        evaluate_every: steps between evaluations, each of which embeds all right items, up to
-            100,000, where pairs are held out; null evaluates before and after training only.
-        patience: stop after so many evaluations in a row without a better one; null trains to the
-            end.
-        keep_best: the model folder gets the weights with the best evaluation, otherwise the last
-            ones.
-        save_every: steps between checkpoints, and one at the end; null writes none.
-        keep_checkpoints: how many of the latest stay.
+        optimizer: "adamw", "sgd", "lars", "lion", "muon" or another optimizer of timm.
+        weight_decay: weight decay of weights with two or more dimensions.
+        momentum: momentum of "sgd", "lars", "muon" and other optimizers that have one.
+        freeze: glob patterns of parameter names to freeze, such as "left.*" or "*embeddings*".
+        weight_average: decay of a moving average of the weights, such as 0.999; the average is
+            evaluated and saved. null: off.
+        warmup: number of linear warm-up steps, or a fraction below 1 of all steps.
+        schedule: learning rate schedule after the warm-up: "cosine", "linear", "constant",
+            "inverse_sqrt" or "warmup_stable_decay".
+        max_gradient_norm: maximum norm that gradients are clipped to. null: no clipping.
+        mixed_precision: "no", "bf16", "fp16" (for GPUs before Ampere, such as T4 and V100, which
+            lack bf16), or "auto": bf16 if the device multiplies it faster than float32.
+        gradient_accumulation: number of global batches per optimizer step. Each batch has separate
+            negatives.
+        chunk_size: number of items encoded at a time with gradient caching, which keeps memory
+            independent of the batch size. Not supported with trained BatchNorm. null: off.
+        compile: true to `torch.compile` both towers: faster steps, after a minute or more of
+            compiling.
+        evaluate_every: steps between evaluations. With held-out pairs, each evaluation embeds all
+            right items, up to 100,000. null: only before and after training.
+        patience: number of evaluations without improvement before training stops early. null: no
+            early stopping.
+        keep_best: true to save the weights with the best evaluation, false to save the last ones.
+        save_every: steps between checkpoints; another one is written at the end. null: no
+            checkpoints.
+        keep_checkpoints: number of recent checkpoints to keep.
         log_every: steps between lines of metrics.jsonl.
-        held_out: share of the pairs, at most 1,000, to evaluate on where no evaluator is given; by
-            default 0.1 for recipes with 100 pairs or more, and 0 from Python.
-        seed: of augmentation, dropout and batches.
-        num_workers: processes per rank that read batches, and as many for images that an objective
-            asks for by id.
-        on_error: "skip" leaves out samples that cannot be read and counts them, "raise" stops at
-            the first.
-        mine_every: epochs after which the model mines new hard negatives in place of the data's,
-            the first time after this many epochs (ANCE, Xiong et al. 2021, arXiv:2007.00808). null:
-            never.
-        mine_negatives: maximum for each pair, among the 100 nearest right items that are not known
-            positives.
-        mine_relative: maximum score of a negative as a share of the positive's (`dualenc mine
-            --relative`); null: off.
-        tracker: accelerate's trackers, such as tensorboard or wandb; several separated by commas.
-        project: the project's name in trackers.
-        timeout_minutes: how long a process waits for another before it reports it as hung.
-        deterministic: deterministic algorithms on a GPU: same seed, same run, but for rounding in
-            fused attention.
-        overwrite: start anew in a folder that holds a run; a folder of other files is refused.
-        progress: show progress bars of training and evaluation.
+        held_out: share of the pairs, at most 1,000, to hold out for evaluation if no evaluator is
+            given. Default: 0.1 for recipes with 100 pairs or more, 0 from Python.
+        seed: random seed for augmentation, dropout and batch order.
+        num_workers: number of worker processes per rank that read batches. Objectives that request
+            images by id get as many workers again.
+        on_error: "skip" to skip and count unreadable samples, "raise" to stop at the first one.
+        mine_every: epochs between rounds of hard-negative mining with the current model, which
+            replace the negatives in the data; the first round comes after this many epochs (ANCE,
+            Xiong et al. 2021, arXiv:2007.00808). null: off.
+        mine_negatives: maximum number of mined negatives per pair, chosen from the 100 nearest
+            right items that are not known positives.
+        mine_relative: maximum score of a mined negative as a share of the positive's score
+            (`dualenc mine --relative`). null: off.
+        tracker: trackers of accelerate, such as tensorboard or wandb, separated by commas. null:
+            off.
+        project: project name in trackers.
+        timeout_minutes: minutes that a process waits for another before reporting it as hung.
+        deterministic: true for deterministic GPU algorithms: the same seed gives the same run, up
+            to rounding in fused attention.
+        overwrite: true to replace a run in the output folder. Folders with other files are refused.
+        progress: true to show progress bars for training and evaluation.
+
+    Raises:
+        DualencError: a setting is out of range.
     """
 
     output: str | os.PathLike[str]
@@ -135,19 +147,26 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         if not os.fspath(self.output):
-            raise DualencError("output is empty; name a folder")
+            raise DualencError("output is empty", fix="name a folder")
         self.output = os.path.expanduser(self.output)
         self.freeze = (self.freeze,) if isinstance(self.freeze, str) else tuple(self.freeze)
-        for name, hint in typing.get_type_hints(TrainerSettings, include_extras=True).items():
+        # Checked one by one instead of as a pydantic dataclass, so that an error names one setting
+        # the way a recipe spells it.
+        hints = typing.get_type_hints(TrainerSettings, include_extras=True)
+        for name, hint in hints.items():
             value = getattr(self, name)
             try:
+                # Strict, so that "3" or true is not taken for a number.
                 pydantic.TypeAdapter(hint).validate_python(value, strict=True)
             except pydantic.ValidationError as error:
+                # A union has one message per member.
                 reasons = [each["msg"].removeprefix("Input should be ") for each in error.errors()]
                 raise DualencError(
-                    f"{name} is {value!r}; it must be {' or '.join(reasons)}"
+                    f"{name} is {value!r}",
+                    fix=f"it must be {' or '.join(reasons)}",
                 ) from None
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError(
-                "patience counts evaluations; set evaluate_every, and leave keep_best true"
+                "patience counts evaluations",
+                fix="set evaluate_every, and leave keep_best true",
             )

@@ -298,7 +298,7 @@ def test_prompts_that_only_the_trainer_knows_are_refused(
         str(tmp_path), use_cpu=True, report_to=[], prompts=prompts
     )
     with pytest.raises(
-        DualencError, match=r"texts of a batch alone; .* as GlobalLoss\(prompts=…\)"
+        DualencError, match=r"texts of a batch only; .* to GlobalLoss\(prompts=…\)"
     ):
         GlobalLossTrainer(
             model, arguments, train_dataset=dataset, loss=GlobalLoss(model, objective, texts)
@@ -400,14 +400,14 @@ def test_a_loss_that_does_not_fit_the_texts_is_refused(model_folder: Path) -> No
         (
             ISIR(num_left=texts.num_left, num_right=texts.num_right),
             None,
-            "pass the texts of with_ids",
+            "pass the texts that with_ids returned",
         ),
         (SogCLR(num_left=48), texts, "give num_left=45, num_right=45"),
         (MomentumQueue(), texts, "MomentumQueue needs a momentum encoder"),
     ):
         with pytest.raises(DualencError, match=message):
             GlobalLoss(model, objective, own_texts)
-    with pytest.raises(DualencError, match="train on what with_ids returns"):
+    with pytest.raises(DualencError, match="train on the data set that with_ids returned"):
         GlobalLoss(model, InfoNCE(), texts)([model.preprocess(["a"])] * 2, torch.tensor([1]))
 
 
@@ -493,7 +493,7 @@ def test_a_scheduler_of_ones_own_needs_an_optimizer_with_the_temperature(
         trainer.train()
         assert loss.objective.temperature.item() != pytest.approx(0.1, abs=1e-7)
     else:
-        with pytest.raises(DualencError, match=r"give that also objective\.parameters"):
+        with pytest.raises(DualencError, match=r"add objective\.parameters"):
             trainer.train()
 
 
