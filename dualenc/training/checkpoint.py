@@ -99,7 +99,8 @@ def _weights_digest(module: nn.Module) -> str:
     """Return a digest of the names and shapes of all weights, and of the values of frozen ones."""
     # Checkpoints omit frozen weights, so their values must be compared here.
     weights = [
-        (name, list(weight.shape), _frozen_sum(weight)) for name, weight in module.named_parameters()
+        (name, list(weight.shape), _frozen_sum(weight))
+        for name, weight in module.named_parameters()
     ]
     return hashlib.sha256(json.dumps(weights).encode()).hexdigest()[:12]
 

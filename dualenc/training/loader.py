@@ -1,4 +1,4 @@
-"""Data loading: this rank's slice of every global batch, read and prepared in workers."""
+"""Data loading: worker processes read and prepare this rank's slice of every global batch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ def augmentation_seeds(
     side: Side,
     stream: Literal["batch", "item"] = "batch",
 ) -> list[int]:
-    """One seed per item for its augmentation: of (seed, epoch, pair index, view).
+    """Derive one augmentation seed per item from (stream, seed, epoch, index, side).
 
-    Stream "item" is of the items that an objective asks for: of (seed, number of the batch, item
-    id, view).
+    Args:
+        seed: random seed of the run.
+        epoch: number of the epoch; for the stream "item", number of the batch in the run.
+        ids: pair indices; for the stream "item", item ids.
+        side: side of the items.
+        stream: "batch" for the items of a batch, "item" for items that an objective requests.
     """
     return [derive_seed(stream, seed, epoch, index, side) for index in ids]
 
@@ -42,17 +46,19 @@ class Batch(NamedTuple):
     """This rank's part of one global batch, on the CPU.
 
     Attributes:
-        indices: (b,) pair indices; bad samples are missing.
-        left_id, right_id: (b,) item ids.
-        left, right: inputs of the towers, first dimension b; empty when b is 0.
-        left_positives: (b, K) right ids positive with each left item, padded with -1; None when
+        indices: (b,) pair indices of the readable pairs.
+        left_id: (b,) left item ids.
+        right_id: (b,) right item ids.
+        left: inputs of the left tower, first dimension b; empty if b is 0.
+        right: inputs of the right tower, first dimension b; empty if b is 0.
+        left_positives: (b, K) right ids positive with each left item, padded with -1; None if
             each has one.
-        right_positives: (b, K) left ids positive with each right item, padded with -1; None when
+        right_positives: (b, K) left ids positive with each right item, padded with -1; None if
             each has one.
-        negatives: inputs of the right tower for n mined negatives; None when there are none.
-        negative_id: (n,) their right ids; None when there are none.
-        weights: (b,) what each pair's loss is multiplied by; None when all are 1.
-        bad: (index, reason) of each sample left out.
+        negatives: inputs of the right tower for n mined negatives, or None.
+        negative_id: (n,) right ids of the mined negatives, or None.
+        weights: (b,) weights of the pairs' losses; None if all are 1.
+        bad: (index, reason) of each unreadable pair.
     """
 
     indices: Tensor
@@ -68,21 +74,39 @@ class Batch(NamedTuple):
     bad: tuple[tuple[int, str], ...] = ()
 
     def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of an objective other than embeddings, on its device."""
-        names = (
-            "left_id",
-            "right_id",
-            "left_positives",
-            "right_positives",
-            "negative_id",
-            "weights",
-        )
-        parts = {name: part for name in names if (part := getattr(self, name)) is not None}
-        return {name: part.to(device, non_blocking=True) for name, part in parts.items()}
+        """Return the keyword arguments of an objective except embeddings, on a device."""
+        parts = {
+            "left_id": self.left_id,
+            "right_id": self.right_id,
+            "left_positives": self.left_positives,
+            "right_positives": self.right_positives,
+            "negative_id": self.negative_id,
+            "weights": self.weights,
+        }
+        on_device = {}
+        for name, part in parts.items():
+            if part is not None:
+                on_device[name] = part.to(device, non_blocking=True)
+        return on_device
 
 
 class BatchLoader:
-    """Loads batches by pair indices; the same ones whatever the number of workers."""
+    """Loads batches by pair indices. The result does not depend on the number of workers.
+
+    Example:
+        loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
+        for batch in loader.batches(np.array([[0, 1], [2, 3]])):
+            print(batch.indices)
+
+    Args:
+        pairs: the training pairs.
+        left_prepare: preparation of the left tower.
+        right_prepare: preparation of the right tower.
+        seed: random seed for augmentation.
+        num_workers: number of worker processes; 0 reads in this process.
+        on_error: "skip" to skip unreadable pairs, "raise" to stop at the first one.
+        pin_memory: True to load into pinned memory, for faster copies to a GPU.
+    """
 
     def __init__(
         self,
@@ -95,7 +119,7 @@ class BatchLoader:
         on_error: OnError = "skip",
         pin_memory: bool = False,
     ) -> None:
-        # Builds its table once, before workers are forked, not in each of them.
+        # A first call builds the table, here once instead of in each forked worker.
         for side in SIDES:
             pairs.not_negatives(side, np.zeros(1, dtype=np.int64))
         self.pairs = pairs
@@ -109,20 +133,19 @@ class BatchLoader:
         """Iterate over this rank's part of the batches of one epoch.
 
         Args:
-            plan: (num_batches, B) pair indices: the global batches in order.
-            epoch: enters the seeds of the augmentation.
-            start: number of batches to leave out at the beginning, as done already.
+            plan: (num_batches, B) pair indices of the global batches, in order.
+            epoch: number of the epoch, for the augmentation seeds.
+            start: number of batches to skip at the beginning, because they are done.
         """
         columns = distributed.rank_slice(plan.shape[1])
         loader: DataLoader[Batch] = DataLoader(
-            plan[start:, columns],  # type: ignore[arg-type]  # rows by number, and their number, are enough
+            plan[start:, columns],  # type: ignore[arg-type]  # an array indexes like a data set
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
             collate_fn=partial(self._build_or_error, epoch),
             worker_init_fn=forgive_one_sigterm,
-            # A generator of its own: an iterator otherwise draws from, and so shifts, the global
-            # one.
+            # With a separate generator, the loader does not draw from the global one.
             generator=torch.Generator().manual_seed(0),
         )
         for batch in loader:
@@ -134,21 +157,32 @@ class BatchLoader:
         try:
             return self.build(indices, epoch)
         except DualencError as error:
-            # As a value: a DataLoader wraps what workers raise into many lines of traceback.
+            # Returned, because a DataLoader wraps what workers raise into a traceback.
             return error
 
     def build(self, indices: np.ndarray, epoch: int) -> Batch:
-        """Read and prepare the pairs of (b,) indices; what a worker does. The epoch enters the
-        augmentation's seeds."""
+        """Read and prepare the pairs of one batch. Workers run it.
+
+        Args:
+            indices: (b,) pair indices.
+            epoch: number of the epoch, for the augmentation seeds.
+
+        Raises:
+            BadSample: a pair is not readable, with on_error="raise".
+        """
         pairs, bad = self._read(indices)
-        if without := self._without_tokens(pairs):
-            bad += without
-            pairs = [pair for pair in pairs if pair.index not in dict(without)]
+        # Only after preparation is it known whether a text has tokens.
+        if without := dict(self._without_tokens(pairs)):
+            bad += without.items()
+            pairs = [pair for pair in pairs if pair.index not in without]
         numbers = [pair.index for pair in pairs]
         left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
         right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
         left_seeds = augmentation_seeds(self.seed, epoch, numbers, "left")
         right_seeds = augmentation_seeds(self.seed, epoch, numbers, "right")
+        weights = None
+        if self.pairs.weights is not None:
+            weights = torch.tensor([pair.weight for pair in pairs])
         return Batch(
             indices=torch.tensor(numbers, dtype=torch.int64),
             left_id=torch.from_numpy(left_id),
@@ -157,15 +191,13 @@ class BatchLoader:
             right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
             left_positives=self._positives("left", left_id),
             right_positives=self._positives("right", right_id),
-            weights=None
-            if self.pairs.weights is None
-            else torch.tensor([pair.weight for pair in pairs]),
+            weights=weights,
             bad=tuple(bad),
             **self._mined(pairs, right_seeds),
         )
 
     def _read(self, indices: np.ndarray) -> tuple[list[Pair], list[tuple[int, str]]]:
-        """The pairs that can be read, and (index, reason) of the others."""
+        """Return the readable pairs, and (index, reason) of the others."""
         pairs: list[Pair] = []
         bad: list[tuple[int, str]] = []
         for index in indices.tolist():
@@ -177,42 +209,44 @@ class BatchLoader:
                 pairs.append(pair)
             except BadSample as error:
                 if self.on_error == "raise":
-                    raise BadSample(f"pair {index}: {error}") from None
+                    raise BadSample(str(error), where=f"pair {index}") from None
                 bad.append((index, str(error)))
         return pairs, bad
 
     def _without_tokens(self, pairs: list[Pair]) -> list[tuple[int, str]]:
-        """(index, reason) of the pairs with a text of no token, whose vector would be zero."""
+        """Return (index, reason) of the pairs with a text without tokens, a zero vector."""
         bad: dict[int, str] = {}
         for side in SIDES:
-            items = [(pair.index, pair.left) for pair in pairs]
-            if side == "right":
-                rights = [(pair.index, (pair.right, *pair.negatives)) for pair in pairs]
-                items = [(index, item) for index, several in rights for item in several]
+            items = []
+            for pair in pairs:
+                texts = [pair.left] if side == "left" else [pair.right, *pair.negatives]
+                items += [(pair.index, text) for text in texts]
             prepare = self.prepare[side]
             if not items or not (isinstance(prepare, TextPrepare) and prepare.may_be_empty()):
                 continue
             mask = prepare([item for _, item in items])["attention_mask"]
-            for (index, item), num_tokens in zip(items, mask.sum(dim=1).tolist(), strict=True):
+            token_counts = mask.sum(dim=1).tolist()
+            for (index, item), num_tokens in zip(items, token_counts, strict=True):
                 if not num_tokens:
                     bad.setdefault(index, f"{side} is {item[:40]!r}: {ZERO_VECTOR['text']}")
         if bad and self.on_error == "raise":
             index, reason = next(iter(bad.items()))
-            raise BadSample(f"pair {index}: {reason}")
+            raise BadSample(reason, where=f"pair {index}")
         return list(bad.items())
 
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
+        # Not every preparation accepts an empty list.
         return dict(self.prepare[side](items, seeds)) if items else {}
 
     def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
-        """Inputs and ids of the pairs' mined negatives; {} without any."""
+        """Return inputs and ids of the pairs' mined negatives; {} if there are none."""
         items: list[Any] = []
         ids: list[int] = []
         seeds: list[int] = []
         for pair, seed in zip(pairs, right_seeds, strict=True):
             items += pair.negatives
             ids += pair.negative_ids
-            # They are right items too: each gets the next seed after that of the pair's own.
+            # Negatives are right items, too. Their seeds follow the seed of the positive.
             seeds += range(seed + 1, seed + 1 + len(pair.negatives))
         if not items:
             return {}
@@ -222,11 +256,12 @@ class BatchLoader:
         }
 
     def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
-        # A batch may be empty on this rank, where every sample was bad.
+        """Return the ids that must not be negatives of items; None if they are just the pairs'."""
+        # All samples of this rank may be bad.
         if len(ids) == 0:
             return None
         listed = self.pairs.not_negatives(side, ids)
-        # One positive each is the pair's own.
+        # With one column, each item's only positive is that of its pair.
         if listed.shape[1] <= 1:
             return None
         return torch.from_numpy(np.ascontiguousarray(listed))

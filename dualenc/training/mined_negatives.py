@@ -1,9 +1,8 @@
-"""Hard negatives that the model in training mines anew every few epochs (ANCE: Xiong et al. 2021,
-arXiv:2007.00808).
+"""Online hard-negative mining (ANCE: Xiong et al. 2021, arXiv:2007.00808).
 
-At the start of an epoch all items are encoded, the nearest right items of each left item are
-searched exactly, and negatives are chosen by the rule of `dualenc mine`. Ranks share the work, and
-all get the same negatives.
+Every few epochs, the model in training encodes all items, the nearest right items of each left item
+are searched exactly, and negatives are chosen by the rule of `dualenc mine`. Ranks share the work
+and get the same negatives.
 """
 
 from __future__ import annotations
@@ -32,29 +31,46 @@ from dualenc.training.settings import TrainerSettings
 from dualenc.types import Side
 
 BATCH_SIZE = 64
-"""Items encoded at once."""
+"""Number of items to encode at a time."""
 _PRECISIONS: dict[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_minable(pairs: PairDataset, objective: Objective) -> None:
-    """Refuse data that has nothing to mine, and objectives that mined negatives are no use to."""
+    """Check that hard negatives can be mined in the data, and used by the objective.
+
+    Args:
+        pairs: the training pairs.
+        objective: the objective.
+
+    Raises:
+        DualencError: the data has nothing to mine, or the objective takes no mined negatives.
+    """
     reason = None
     if pairs.views:
-        reason = "mines right items for left ones, and the data is two views of images"
+        reason = "mines right items for left ones, but the data is two views of images"
     elif isinstance(pairs, Mixture) and pairs.batches == "one_source":
         reason = "mines among the items of all sources, which data.batches=one_source keeps apart"
     elif not objective.takes_mined:
-        reason = f"is for InfoNCE, SogCLR and others with mined negatives, and {objective.name} takes none"
+        reason = (
+            "needs an objective that takes mined negatives, such as InfoNCE or SogCLR, "
+            f"and {objective.name} takes none"
+        )
     if reason is not None:
-        raise DualencError(f"mine_every {reason}; leave mine_every out")
+        raise DualencError(f"mine_every {reason}", fix="leave mine_every out")
 
 
 class NegativeMiner:
-    """Mines the negatives of training pairs with the model that is trained on them, every
-    `mine_every` epochs.
+    """Mines hard negatives with the model in training, every `mine_every` epochs.
 
-    Each rank holds the vectors of all items, float32 in main memory. `mine` sets the `negatives` of
-    `pairs`.
+    `mine` replaces the `negatives` of the pairs. Meanwhile each rank holds the vectors of all items
+    in main memory, in float32.
+
+    Args:
+        model: the model in training.
+        pairs: the training pairs; their negatives are replaced.
+        settings: settings of the run.
+        mixed_precision: precision of the run: "no", "bf16" or "fp16".
+        device: device of this rank.
     """
 
     def __init__(
@@ -75,20 +91,23 @@ class NegativeMiner:
         self._exclusions: Exclusions | None = None
 
     def is_due(self, epoch: int) -> bool:
-        """Whether an epoch begins with mining; the first one, 0, does not: the model has learned
-        nothing yet."""
+        """Return True if mining is due at the start of an epoch.
+
+        Args:
+            epoch: number of the epoch, from 0. The model has learned nothing before the first one.
+        """
         return epoch > 0 and epoch % (self.settings.mine_every or 1) == 0
 
     def mine(self) -> dict[str, float]:
-        """Replace the pairs' negatives; all ranks call it together.
+        """Replace the negatives of the pairs. All ranks call it together.
 
         Returns:
-            seconds; mean_rank of the negatives; without_negatives, the share of left items that
-            have none.
+            seconds: time taken; mean_rank: mean rank of the negatives; without_negatives: share of
+            left items that have none.
         """
         begin = time.perf_counter()
         left_ids = distinct(self.pairs.left_id)
-        # Workers that read images draw a seed from the global generator.
+        # Workers that read images draw a seed from the global generator, which would shift it.
         with preserve_random_state():
             queries = self._embed("left", self.left.take(left_ids))
             documents = self._embed("right", self.right)
@@ -96,10 +115,15 @@ class NegativeMiner:
         mined: dict[int, Negatives] = {}
         for part in distributed.gather_objects(own):
             mined |= part
+        # Left items without a vector, or outside the training pairs, were not mined.
         rows: list[Any] = [mined[row].ids if row in mined else [] for row in range(len(self.left))]
-        self._set_negatives(Ragged.from_rows(rows).take(self.pairs.left_id))
-        ranks = [rank for negatives in mined.values() for rank in negatives.ranks.tolist()]
-        num_with_negatives = sum(len(negatives.ids) > 0 for negatives in mined.values())
+        by_left_id = Ragged.from_rows(rows)
+        self._set_negatives(by_left_id.take(self.pairs.left_id))
+        ranks = []
+        num_with_negatives = 0
+        for negatives in mined.values():
+            ranks += negatives.ranks.tolist()
+            num_with_negatives += len(negatives.ids) > 0
         return {
             "seconds": time.perf_counter() - begin,
             "mean_rank": float(np.mean(ranks)) if ranks else 0.0,
@@ -107,19 +131,18 @@ class NegativeMiner:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The negatives in force; {} before the first mining."""
+        """Return the mined negatives; {} before the first mining."""
+        # Before it, the negatives are those of the data, which a resumed run reads again.
         if not self.is_mined or self.pairs.negatives is None:
             return {}
-        return {
-            name: torch.from_numpy(array) for name, array in self.pairs.negatives._asdict().items()
-        }
+        arrays = self.pairs.negatives._asdict()
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         if state:
-            self._set_negatives(
-                Ragged(**{name: tensor.numpy().copy() for name, tensor in state.items()})
-            )
+            arrays = {name: tensor.numpy().copy() for name, tensor in state.items()}
+            self._set_negatives(Ragged(**arrays))
 
     def _set_negatives(self, negatives: Ragged) -> None:
         self.pairs.negatives = negatives
@@ -136,10 +159,9 @@ class NegativeMiner:
         )
 
     def _choose(self, queries: Embeddings, documents: Embeddings) -> dict[int, Negatives]:
-        """The negatives of this rank's share of the left items; items that cannot be read have no
-        vector."""
+        """Return the negatives of this rank's share of the left items, by row."""
         if self._exclusions is None:
-            # All contents are read, which takes minutes on large data: once, not on every rank.
+            # On one rank only: reading the contents of large data takes minutes.
             self._exclusions = distributed.from_main(
                 partial(Exclusions, self.pairs, self.left, self.right)
             )
@@ -155,6 +177,8 @@ class NegativeMiner:
             self.device,
         )
         chosen: dict[int, Negatives] = {}
-        for block in search.blocks()[distributed.rank() :: distributed.world_size()]:
-            chosen.update(search.choose(block))
+        # Blocks are dealt to the ranks in turn.
+        own_blocks = search.blocks()[distributed.rank() :: distributed.world_size()]
+        for block in own_blocks:
+            chosen |= search.choose(block)
         return chosen

@@ -1,6 +1,6 @@
-"""Optimizers of timm and schedules of transformers by name; parameter groups; frozen weights.
+"""Optimizers (timm) and schedules (transformers) by name; parameter groups; frozen weights.
 
-timm and transformers are imported where they are called: a recipe is read and checked without them.
+timm and transformers are imported late, so that recipes are checked without them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,22 @@ from dualenc.errors import DualencError
 from dualenc.training.lazy_adam import LazyAdamW, sparse_tables
 
 OptimizerName = Literal[
-    "adamw", "sgd", "lars", "lion", "muon", "adafactor", "adan", "adopt", "lamb", "laprop", "madgrad",
-    "mars", "nadamw", "radam", "rmsprop"
-]  # fmt: skip
+    "adamw",
+    "sgd",
+    "lars",
+    "lion",
+    "muon",
+    "adafactor",
+    "adan",
+    "adopt",
+    "lamb",
+    "laprop",
+    "madgrad",
+    "mars",
+    "nadamw",
+    "radam",
+    "rmsprop",
+]
 ScheduleName = Literal["cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
 
 
@@ -33,12 +46,21 @@ def build_optimizer(
     weight_decay: float = 0.01,
     momentum: float = 0.9,
 ) -> Optimizer:
-    """One of timm's optimizers over all trainable parameters of modules; arguments as of
-    `TrainerSettings`.
+    """Create one of timm's optimizers for all trainable parameters of modules.
 
-    Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay,
-    and under LARS (You et al. 2017, arXiv:1708.03888) no layer-wise rate. "sgd" has Nesterov
-    momentum. "adamw" is a `LazyAdamW` where a table has sparse gradients.
+    Parameters with fewer than two dimensions (norms, biases, the temperature) get no weight decay
+    and, under LARS (You et al. 2017, arXiv:1708.03888), no layer-wise rate. "sgd" uses Nesterov
+    momentum. "adamw" is a `LazyAdamW` if an embedding table has sparse gradients.
+
+    Args:
+        modules: modules to train.
+        name: name of the optimizer.
+        learning_rate: peak learning rate.
+        weight_decay: weight decay of parameters with two or more dimensions.
+        momentum: momentum of optimizers that have one.
+
+    Raises:
+        DualencError: all weights are frozen.
     """
     from timm.optim import create_optimizer_v2
 
@@ -48,16 +70,18 @@ def build_optimizer(
         return LazyAdamW(groups, lr=learning_rate)
     arguments: dict[str, Any] = {}
     if name in ("adamw", "sgd"):
-        parameters = trainable_parameters(modules)
+        # Fused kernels exist for these devices only, and for real numbers.
         arguments["fused"] = all(
-            p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in parameters
+            parameter.device.type in ("cpu", "cuda") and parameter.is_floating_point()
+            for parameter in trainable_parameters(modules)
         )
     if name == "lars":
-        # Otherwise timm adapts no group without weight decay, which it takes for norms and biases.
+        # By default timm adapts only groups with weight decay. With weight_decay=0 that would be
+        # none.
         for group in groups:
             group["always_adapt"] = group["params"][0].dim() >= 2
     if name == "sgd" and momentum == 0:
-        # The same optimizer without Nesterov's momentum, which must be above 0.
+        # The same optimizer without Nesterov momentum, which must be above 0.
         name = "momentum"
     optimizer = create_optimizer_v2(groups, name, lr=learning_rate, momentum=momentum, **arguments)
     optimizer.register_step_pre_hook(_densify_gradients)
@@ -65,10 +89,17 @@ def build_optimizer(
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-    """Scale the gradients so that the norm of all together is at most `max_norm`; returns the norm
-    before."""
+    """Scale gradients down to a maximum total norm.
+
+    Args:
+        parameters: parameters whose gradients are scaled together.
+        max_norm: maximum norm.
+
+    Returns:
+        The norm before scaling, a scalar.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # torch before 2.14 has no norm of a sparse tensor.
+    # torch before 2.14 cannot compute the norm of a sparse tensor.
     values = [
         gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients
     ]
@@ -78,7 +109,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> Tenso
 
 
 def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:
-    """Make sparse gradients dense, for optimizers that take no others."""
+    """Convert sparse gradients to dense ones, for optimizers that need these."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -86,17 +117,28 @@ def _densify_gradients(optimizer: Optimizer, *_: Any) -> None:
 
 
 def trainable_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """All parameters that training changes, each once, in a fixed order."""
-    return [
-        parameter for parameter in nn.ModuleList(modules).parameters() if parameter.requires_grad
-    ]
+    """Return all parameters that training changes, each once, in a fixed order."""
+    # A module list removes duplicates: towers may share weights.
+    parameters = nn.ModuleList(modules).parameters()
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay."""
+    """Split trainable parameters into groups with and without weight decay.
+
+    Args:
+        modules: modules to train.
+        weight_decay: weight decay of parameters with two or more dimensions.
+
+    Raises:
+        DualencError: all weights are frozen.
+    """
     parameters = trainable_parameters(modules)
     if not parameters:
-        raise DualencError("nothing to train: every weight of the model is fixed; unfreeze a tower")
+        raise DualencError(
+            "nothing to train: every weight of the model is fixed",
+            fix="unfreeze a tower",
+        )
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -106,16 +148,27 @@ def parameter_groups(modules: Iterable[nn.Module], weight_decay: float) -> list[
 
 @contextmanager
 def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
-    """Freeze, in this context, weights whose names match `fnmatch` patterns: `left.*`,
-    `*.layer.[0-5].*`."""
+    """Freeze weights in this context.
+
+    Args:
+        model: model whose weights are frozen.
+        patterns: glob patterns of parameter names (`fnmatch`): "left.*", "*.layer.[0-5].*".
+
+    Raises:
+        DualencError: a pattern matches no weight.
+    """
     named = dict(model.named_parameters())
     trained = trainable_parameters([model])
     for pattern in patterns:
         matched = [parameter for name, parameter in named.items() if fnmatchcase(name, pattern)]
         if not matched:
-            examples = list(named)[:: max(1, len(named) // 3)][:3]
+            # Spread over the model, so that the names of both towers are seen.
+            step = max(1, len(named) // 3)
+            examples = list(named)[::step][:3]
             raise DualencError(
-                f"freeze: {pattern!r} matches no weight; names are {', '.join(examples)}, …"
+                f"{pattern!r} matches no weight",
+                fix=f"names are {', '.join(examples)}, …",
+                where="freeze",
             )
         for parameter in matched:
             parameter.requires_grad_(False)
@@ -129,11 +182,16 @@ def frozen(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 def build_schedule(
     optimizer: Optimizer, name: str, total_steps: int, warmup: int | float = 0
 ) -> LambdaLR:
-    """A linear warm-up, then one of transformers' schedules; one `step()` per optimizer step.
+    """Create a learning rate schedule: a linear warm-up, then one of transformers' schedules.
 
-    "cosine" and "linear" decay to 0; "warmup_stable_decay" decays over the last tenth (Hu et al.
-    2024, arXiv:2404.06395). `warmup` is a number of steps (int), or a share of total_steps (float
-    in [0, 1)).
+    "cosine" and "linear" decay to 0. "warmup_stable_decay" decays over the last tenth of the steps
+    (Hu et al. 2024, arXiv:2404.06395). Call `step()` once per optimizer step.
+
+    Args:
+        optimizer: optimizer to schedule.
+        name: name of the schedule.
+        total_steps: number of optimizer steps.
+        warmup: number of warm-up steps (int), or share of the steps (float in [0, 1)).
     """
     from transformers import get_scheduler
 
@@ -144,7 +202,7 @@ def build_schedule(
     if name == "warmup_stable_decay":
         tenth = -(-total_steps // 10)
         special = {"num_decay_steps": min(tenth, max(0, total_steps - warmup_steps))}
-    # Only the shape is theirs: their warm-up begins with a step of rate 0.
+    # Only the shape after the warm-up is used: transformers' warm-up begins with a step of rate 0.
     unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     shape = get_scheduler(name, unused, warmup_steps, total_steps, special).lr_lambdas[0]
 
