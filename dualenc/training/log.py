@@ -1,5 +1,4 @@
-"""Logging: means since the last log, metrics.jsonl with trackers and progress bar, the model
-card."""
+"""Logging: metric means, metrics.jsonl, trackers, the progress bar, and the model card."""
 
 from __future__ import annotations
 
@@ -27,8 +26,18 @@ from dualenc.training.evaluators import Evaluator, evaluated_data
 
 
 class Meter:
-    """Sums scalars on a device, so that no step waits; `average` brings their means over steps and
-    ranks to the CPU."""
+    """Accumulates scalars on the device, to avoid a host synchronization per step.
+
+    `average` then moves their means over steps and ranks to the CPU in one transfer.
+
+    Example:
+        meter = Meter(device)
+        meter.add(step=1, loss=loss, values={"loss": loss})
+        meter.average()  # {"loss": 0.7}
+
+    Args:
+        device: device of the scalars.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -38,43 +47,58 @@ class Meter:
 
     @torch.no_grad()
     def add(self, step: int, loss: Tensor, values: dict[str, Tensor | float]) -> None:
-        """Add the values of one step; `bad_step` reports a loss that is not finite."""
-        # Without a look at the value, which would wait for the device.
-        first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
-        self.first_bad_step = torch.where(first, float(step), self.first_bad_step)
-        # On the device from the start, as numbers that are copied there wait for it.
+        """Add the values of one step.
+
+        Args:
+            step: number of the step, from 1.
+            loss: loss of the step, a scalar; `bad_step` reports the first that is not finite.
+            values: scalars by name.
+        """
+        # Branch-free: reading the value on the host would wait for the device.
+        is_first = ~torch.isfinite(loss) & (self.first_bad_step == 0)
+        self.first_bad_step = torch.where(is_first, float(step), self.first_bad_step)
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, torch.zeros_like(self.first_bad_step)) + value
-            self.counts[name] = self.counts.get(name, 0) + 1
+            if name not in self.sums:
+                # Created on the device, because copying a number there waits for it. In float64,
+                # so that long sums lose no precision.
+                self.sums[name] = torch.zeros_like(self.first_bad_step)
+                self.counts[name] = 0
+            self.sums[name] = self.sums[name] + value
+            self.counts[name] += 1
 
     def bad_step(self, all_ranks: bool = True) -> int | None:
-        """The first step whose loss was not finite, or None; on any rank, if all ranks call it
-        together."""
-        own = self.first_bad_step[None]
-        steps = (distributed.gather(own) if all_ranks else own).tolist()
-        return min((int(step) for step in steps if step > 0), default=None)
+        """Return the first step whose loss was not finite, or None.
+
+        Args:
+            all_ranks: True to consider all ranks, which then call it together.
+        """
+        steps = self.first_bad_step[None]  # 0 if all losses were finite
+        if all_ranks:
+            steps = distributed.gather(steps)
+        bad_steps = [int(step) for step in steps.tolist() if step > 0]
+        return min(bad_steps, default=None)
 
     def average(self) -> dict[str, float]:
-        """Means since the last call, over the steps that had a value, and ranks; all ranks call it
-        together."""
-        means = {name: total / self.counts[name] for name, total in self._totals().items()}
+        """Return means over ranks and the steps since the last call. All ranks call it together."""
+        totals = self._totals()
+        means = {name: total / self.counts[name] for name, total in totals.items()}
         self.sums = {}
         self.counts = {}
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums, with which any number of processes logs the same means; all ranks call it
-        together."""
+        """Return the sums, averaged over ranks. All ranks call it together."""
+        # As averages, any number of ranks can resume with them and log the same means.
         return {"sums": self._totals(), "counts": dict(self.counts)}
 
     def _totals(self) -> dict[str, float]:
-        """The sums, averaged over ranks, in one exchange and one transfer."""
+        """Return the sums, averaged over ranks."""
         names = sorted(self.sums)
         if not names:
             return {}
-        totals = distributed.all_reduce(
-            torch.stack([self.sums[name] for name in names]), "mean"
-        ).tolist()
+        # Stacked, for one collective and one transfer to the host.
+        own_sums = torch.stack([self.sums[name] for name in names])
+        totals = distributed.all_reduce(own_sums, "mean").tolist()
         return dict(zip(names, totals, strict=True))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -86,12 +110,16 @@ class Meter:
 
 
 class RunLog:
-    """Logs to metrics.jsonl, trackers and a progress bar on the main process; on others every
-    method does nothing.
+    """Logs to metrics.jsonl, trackers and a progress bar, on the main process only.
 
-    A line has "step" and the values logged at it.
-    Nothing reaches the disk or a tracker before `open`: a run that fails in its first step leaves
-    no trace.
+    Each line of metrics.jsonl has "step" and the values logged at that step. Nothing is written
+    before `open`, so that a run which fails in its first step leaves no trace.
+
+    Args:
+        path: path of metrics.jsonl.
+        accelerator: accelerator with the trackers.
+        total_steps: number of steps, for the progress bar.
+        progress: True to show the progress bar.
     """
 
     def __init__(
@@ -107,40 +135,46 @@ class RunLog:
             desc="training",
             unit="step",
             disable=not (progress and self.is_active),
-            # A log file would get a line for each update.
+            # In a log file every update is a line.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
             dynamic_ncols=True,
         )
 
     def open(self, project: str, config: Mapping[str, Any], resumed_at: int = -1) -> None:
-        """Begin a run in every tracker, described by flat settings, and write what has been logged
-        so far.
+        """Start the trackers, and write everything that was logged so far.
 
-        Lines of an earlier run after the step `resumed_at` go, and a line cut short by a kill.
+        Args:
+            project: project name in trackers.
+            config: flat settings that describe the run in trackers.
+            resumed_at: step of the checkpoint, after which lines are removed from metrics.jsonl;
+                -1 for a new run.
         """
-        # On all ranks: accelerate decides on which of them a tracker runs.
+        # On all ranks, because accelerate decides where a tracker runs.
         if self.accelerator.log_with:
-            self.accelerator.init_trackers(
-                project, {name: str(value) for name, value in config.items()}
-            )
+            texts = {name: str(value) for name, value in config.items()}
+            self.accelerator.init_trackers(project, texts)
         if self.is_active:
             lines = [line for line in read_metrics(self.path) if line["step"] <= resumed_at]
+            text = "".join(json.dumps(line) + "\n" for line in lines)
             with atomic_path(self.path) as part:
-                part.write_text(
-                    "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-                )
+                part.write_text(text, encoding="utf-8")
         self._is_open = True
         for step, values in self._waiting:
             self.write(step, values)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log values at a step; the main ones also next to the bar."""
+        """Log the values of a step, and show the main ones next to the progress bar.
+
+        Args:
+            step: number of the step.
+            values: numbers by name.
+        """
         if not self.is_active:
             return
         if not self._is_open:
             self._waiting.append((step, values))
             return
-        # JSON has no NaN.
+        # JSON has no NaN or infinity: they become null.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with explain_full_disk(self.path), open(self.path, "a", encoding="utf-8") as stream:
             stream.write(json.dumps({"step": step, **finite}) + "\n")
@@ -164,14 +198,21 @@ class RunLog:
             tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
-        """Finish the bar and the trackers."""
+        """Close the progress bar and the trackers."""
         self.bar.close()
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line cut short is left out."""
+    """Return the lines of a metrics.jsonl, without a truncated last line.
+
+    Args:
+        path: path of the file, which need not exist.
+
+    Raises:
+        DualencError: a line was not written by a training run.
+    """
     lines: list[dict[str, Any]] = []
     if not path.exists():
         return lines
@@ -186,15 +227,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         step = line.get("step") if isinstance(line, dict) else None
         if type(step) is not int or not 0 <= step < 2**53:
             raise DualencError(
-                f"{path}: line {number} was not written by a training; restore or remove it"
+                f"line {number} was not written by a training run",
+                fix="restore or remove it",
+                where=path,
             )
         lines.append(line)
     return lines
 
 
 def last_loss(path: Path) -> float:
-    """The latest loss in a metrics.jsonl; NaN without any, as of objectives that do not know their
-    loss."""
+    """Return the latest loss in a metrics.jsonl, or NaN if the objective reports none.
+
+    Args:
+        path: path of the file.
+    """
     losses = [line["loss"] for line in read_metrics(path) if line.get("loss") is not None]
     return float(losses[-1]) if losses else math.nan
 
@@ -209,11 +255,25 @@ def training_card(
     metrics: Mapping[str, float],
     step: int,
 ) -> dict[str, Any]:
-    """The model card's part on the training, for `DualEncoder.save`; without a recipe it shows the
-    settings."""
-    data = f"{type(pairs).__name__}: {len(pairs)} pairs of {pairs.num_left} left and {pairs.num_right} right items."
+    """Return the training section of a model card, for `DualEncoder.save`.
+
+    Args:
+        pairs: the training pairs.
+        objective: the objective.
+        settings: settings of the trainer.
+        recipe: the resolved recipe; if empty, the card shows the settings.
+        evaluator: the evaluator, or None.
+        before: metrics of the untrained model.
+        metrics: metrics of the saved model.
+        step: number of steps that the saved model was trained for.
+    """
+    data = (
+        f"{type(pairs).__name__}: {len(pairs)} pairs of "
+        f"{pairs.num_left} left and {pairs.num_right} right items."
+    )
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."
+    # One row per metric. A resumed run with another evaluator has no metrics from before.
     columns = {"untrained": before, "trained": metrics}
     rows = {}
     for name in metrics:
@@ -222,7 +282,7 @@ def training_card(
     if metrics:
         name, split = evaluated_data(evaluator)
         evaluated_on = name if split is None else f"{name}, {split}"
-    # Through JSON, to be without tuples and paths.
+    # Through JSON, which turns tuples into lists and paths into strings.
     plain = json.loads(json.dumps(recipe or {"trainer": settings}, default=os.fspath))
     return {
         "data": data,

@@ -1,5 +1,4 @@
-"""Batch plan: the pairs of each batch of an epoch, at random or selected by the embeddings of the
-epoch before."""
+"""Batch plan: the pairs in each batch of an epoch, random or selected by earlier embeddings."""
 
 from __future__ import annotations
 
@@ -22,11 +21,17 @@ _STATE = ("left", "right", "selected")
 
 
 class BatchPlan:
-    """The batches of each epoch; the same on every rank, and restored exactly from a checkpoint.
+    """The batches of each epoch, identical on every rank and after a resume.
 
-    For selectors that need embeddings the main process holds (M, D) float16 tables of both sides,
-    each row as of the step at which its pair was last seen; pairs that were in no batch yet have
-    random unit vectors, by `seed`.
+    For selectors that need embeddings, the main process keeps (M, D) float16 tables of both sides.
+    A row holds the embedding from the step in which its pair was last used. Pairs that were never
+    used have random unit vectors.
+
+    Args:
+        selector: the batch selector.
+        num_pairs: number of training pairs, M.
+        seed: random seed for the initial vectors.
+        device: device for exchanges between ranks; the CPU by default.
     """
 
     def __init__(
@@ -46,19 +51,27 @@ class BatchPlan:
         self._buffer: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
     def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
-        """Add the embeddings of a batch of this rank, (b,), (b, D) and (b, D), if selections are
-        made of them."""
+        """Remember the embeddings of this rank's batch, if the selector needs them.
+
+        Args:
+            indices: (b,) pair indices.
+            left: (b, D) embeddings of the left items.
+            right: (b, D) embeddings of the right items.
+            step: number of the step.
+        """
         if self.selector.needs_embeddings:
-            # Half precision: selecting batches needs no more, and the tables have a row for every
-            # pair.
-            rows = (left.detach().half().cpu(), right.detach().half().cpu())
-            self._buffer.append((indices.cpu(), *rows, step))
+            # In half precision, which is enough to select batches: the tables have a row per pair.
+            left = left.detach().half()
+            right = right.detach().half()
+            self._buffer.append((indices.cpu(), left.cpu(), right.cpu(), step))
 
     def _flush(self) -> None:
-        """Bring every rank's rows into the main process's tables; all ranks call it together."""
+        """Write the buffers of all ranks into the tables. All ranks call it together."""
         batches = self._buffer
         self._buffer = []
-        dim = max(distributed.gather_objects(batches[0][1].shape[1] if batches else 0))
+        own_dim = batches[0][1].shape[1] if batches else 0
+        # Ranks without a batch learn the dimension from the others.
+        dim = max(distributed.gather_objects(own_dim))
         if dim == 0:
             return
         # Ranks without a batch contribute empty tensors.
@@ -71,18 +84,23 @@ class BatchPlan:
             steps.append(torch.full_like(indices, step))
             lefts.append(left)
             rights.append(right)
-        parts = [torch.cat(part).to(self.device) for part in (rows, steps, lefts, rights)]
-        gathered = [distributed.gather(part).cpu().numpy() for part in parts]
+        gathered = []
+        for parts in (rows, steps, lefts, rights):
+            own = torch.cat(parts).to(self.device)
+            gathered.append(distributed.gather(own).cpu().numpy())
         if distributed.is_main():
             self._write(*gathered)
 
     def _write(
         self, rows: np.ndarray, steps: np.ndarray, left: np.ndarray, right: np.ndarray
     ) -> None:
+        """Write embeddings (n, D) into the rows (n,) of the tables."""
         if self.left is None or self.right is None:
-            self.left = self._random_vectors("left", left.shape[1])
-            self.right = self._random_vectors("right", left.shape[1])
-        # A pair may come twice between two flushes: in ascending order of steps the last one stays.
+            dim = left.shape[1]
+            self.left = self._random_vectors("left", dim)
+            self.right = self._random_vectors("right", dim)
+        # A pair may occur twice between two flushes. Assignment keeps the last duplicate, so sort
+        # by step.
         order = np.argsort(steps, kind="stable")
         self.left[rows[order]] = left[order]
         self.right[rows[order]] = right[order]
@@ -94,9 +112,14 @@ class BatchPlan:
         return unit.astype(np.float16)
 
     def start_epoch(self, epoch: int) -> dict[str, float]:
-        """Select the batches of an epoch; all ranks call it together.
+        """Select the batches of an epoch. All ranks call it together.
 
-        Returns a report on the selection: loss, random_loss and seconds; {} without a selection.
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Returns:
+            loss: mean loss of the selected batches; random_loss: that of random ones; seconds: time
+            taken. {} without a selection.
         """
         if not self.selector.needs_embeddings:
             return {}
@@ -105,57 +128,70 @@ class BatchPlan:
         return report
 
     def _select(self, epoch: int) -> tuple[np.ndarray | None, dict[str, float]]:
-        """The batches and a report; None and {} before any embedding."""
+        """Return the batches and a report; None and {} before there are embeddings."""
         if self.left is None or self.right is None:
             return None, {}
         left = self.left.astype(np.float32)
         right = self.right.astype(np.float32)
         start = time.perf_counter()
         try:
-            batches = np.asarray(self.selector.select(epoch, left, right), dtype=np.int64)
+            selected = self.selector.select(epoch, left, right)
         except DualencError as error:
             raise DualencError(f"selecting batches for epoch {epoch} failed: {error}") from error
-        report = {"seconds": time.perf_counter() - start}
+        batches = np.asarray(selected, dtype=np.int64)
+        seconds = time.perf_counter() - start
+        # Random batches of the same shape show how much harder the selected ones are.
         generator = np.random.default_rng(derive_seed("compare", self.seed, epoch))
         random = np.resize(generator.permutation(len(left)), batches.shape)
         temperature = float(getattr(self.selector, "temperature", 0.1))
-        # Evenly spaced: the batches may be in ascending order of loss.
+        # An evenly spaced sample, because the batches may be sorted by loss.
         num_compared = min(_MAX_COMPARED_BATCHES, len(batches))
-        sample = np.unique(np.linspace(0, len(batches) - 1, num_compared).astype(int))
-        report["loss"] = float(batch_losses(left, right, batches[sample], temperature).mean())
-        report["random_loss"] = float(batch_losses(left, right, random[sample], temperature).mean())
+        positions = np.linspace(0, len(batches) - 1, num_compared)
+        sample = np.unique(positions.astype(int))
+        losses = batch_losses(left, right, batches[sample], temperature)
+        random_losses = batch_losses(left, right, random[sample], temperature)
+        report = {
+            "seconds": seconds,
+            "loss": float(losses.mean()),
+            "random_loss": float(random_losses.mean()),
+        }
         return batches, report
 
     def batches(self, epoch: int) -> np.ndarray:
-        """(num_batches, B) pair indices of an epoch, in order."""
+        """Return the pair indices of an epoch's batches, (num_batches, B), in order."""
         if self.selected is not None:
             return self.selected
         return np.asarray(self.selector.select(epoch), dtype=np.int64)
 
     def num_steps(self, epochs: int, gradient_accumulation: int = 1) -> int:
-        """The optimizer steps of so many epochs; a selection, from the second one on, may leave
-        pairs out."""
+        """Return the number of optimizer steps in a number of epochs.
+
+        Args:
+            epochs: number of epochs.
+            gradient_accumulation: number of batches per step.
+        """
         first = len(self.selector.select(0))
+        # From the second epoch on, a selection may leave pairs out.
         later = self.selector.num_batches if self.selector.needs_embeddings else first
-        # Rounded up: the last group of batches may be smaller.
-        return -(-first // gradient_accumulation) + (epochs - 1) * -(
-            -later // gradient_accumulation
-        )
+        # Rounded up, because the last step of an epoch may have fewer batches.
+        first_steps = -(-first // gradient_accumulation)
+        later_steps = -(-later // gradient_accumulation)
+        return first_steps + (epochs - 1) * later_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later batches depend on; all ranks call it together."""
+        """Return everything that later batches depend on. All ranks call it together."""
         if not self.selector.needs_embeddings:
             return {}
         self._flush()
-        arrays = {name: getattr(self, name) for name in _STATE}
-        return {
-            name: None if each is None else torch.from_numpy(each.copy())
-            for name, each in arrays.items()
-        }
+        state: dict[str, Any] = {}
+        for name in _STATE:
+            array = getattr(self, name)
+            state[name] = None if array is None else torch.from_numpy(array.copy())
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict()`."""
         for name, tensor in state.items():
-            # The main process alone holds the tables.
+            # All ranks need the selected batches; only the main process holds the tables.
             if tensor is not None and (name == "selected" or distributed.is_main()):
                 setattr(self, name, tensor.numpy().copy())

@@ -1,4 +1,4 @@
-"""A training step: forward and backward passes of its batches, and the update of the weights."""
+"""A training step: forward and backward passes, and the update of the weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,19 @@ from dualenc.types import Inputs, Side
 
 
 class TrainStep:
-    """What a step changes: weights, optimizer, schedule, and moving averages of the weights."""
+    """Everything that a step changes: weights, optimizer, schedule, and weight averages.
+
+    A step calls `accumulate` for each of its batches, and then `update`.
+
+    Args:
+        settings: settings of the run.
+        accelerator: accelerator with the precision of the run.
+        model: the model in training.
+        objective: the objective; its parameters are trained, too.
+        pairs: the training pairs.
+        total_steps: number of steps, for the schedule.
+        device: device of this rank.
+    """
 
     def __init__(
         self,
@@ -44,7 +56,7 @@ class TrainStep:
         self.model = model
         self.objective = objective
         self.device = device
-        # Of float16, whose small gradients would be 0 without it.
+        # For float16, where small gradients would underflow to 0 without scaling. Otherwise None.
         self.scaler = accelerator.scaler
         modules = [model, objective]
         self.parameters = trainable_parameters(modules)
@@ -58,8 +70,8 @@ class TrainStep:
         self.schedule = build_schedule(
             self.optimizer, settings.schedule, total_steps, settings.warmup
         )
-        # The average that is evaluated and saved, and the momentum encoder, by their names in a
-        # checkpoint.
+        # By the names in a checkpoint: the average that is evaluated and saved, and the momentum
+        # encoder. The latter must not warm up, as its decay is part of the objective.
         self.averages: dict[str, AveragedWeights] = {}
         if settings.weight_average is not None:
             self.averages["averages"] = AveragedWeights(model, settings.weight_average)
@@ -83,27 +95,29 @@ class TrainStep:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update, of the first group of parameters."""
+        """Learning rate of the next update, for the first group of parameters."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model has its averaged weights, if the settings ask for them."""
-        return self.averages["averages"].applied() if "averages" in self.averages else nullcontext()
+        """Return a context in which the model has its averaged weights, if they are enabled."""
+        if "averages" in self.averages:
+            return self.averages["averages"].applied()
+        return nullcontext()
 
     def accumulate(
         self, batch: Batch, number: int, group_size: int
     ) -> tuple[ObjectiveOutput, Tensor, Tensor]:
-        """Forward and backward pass of one of the batches whose mean gradient makes a step.
+        """Run the forward and backward pass of a batch, and add its gradient to that of the step.
 
         Args:
-            batch: this rank's part of it.
-            number: of the batch in the run, by which items outside it are augmented.
-            group_size: batches of the step.
+            batch: this rank's part of the batch.
+            number: number of the batch in the run, for the augmentation of items outside it.
+            group_size: number of batches in the step.
 
         Returns:
             The output of the objective, and the embeddings (b, D) of both sides.
         """
-        # First, as it exchanges the weights, which a graph must find unchanged.
+        # Before any graph is built: the momentum encoder swaps the weights in place.
         keys = self._encode_keys(batch)
         encoding = self.encoding
         encoding.begin()
@@ -120,29 +134,28 @@ class TrainStep:
             **batch.arguments(self.device),
             **keys,
         )
-        # Each batch has a share of the mean; the loss that is logged is not divided.
+        # The step uses the mean gradient of its batches. The logged loss is not divided.
         loss = output.loss / group_size
-        encoding.backward(loss if self.scaler is None else self.scaler.scale(loss))
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        encoding.backward(loss)
         return output, left, right
 
     def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
-        """The momentum encoder's embeddings of the batch, as arguments of the objective; {} without
-        such an encoder."""
+        """Return the momentum encoder's embeddings of a batch; {} without such an encoder."""
         if "momentum_encoder" not in self.averages:
             return {}
         self.encoding.begin()
-        # Running statistics of BatchNorm, which the pass would change, are exchanged with the
-        # weights.
+        # The pass updates BatchNorm's running statistics, but those are swapped like the weights.
         with torch.no_grad(), self.averages["momentum_encoder"].applied():
             left, right = self.encoding.encode_parts(("left", batch.left), ("right", batch.right))
         return {"keys_left": left, "keys_right": right}
 
     def update(self) -> Tensor | None:
-        """Average, clip and apply the gradients; returns their norm if they are clipped."""
+        """Average gradients over ranks, clip and apply them. Returns their norm, if clipped."""
         norm = None
         distributed.average_gradients(self.parameters)
-        # Averaged before: an overflow on one rank is then an overflow on all, and all skip the
-        # step.
+        # Unscaled after averaging, so that an overflow on one rank makes all ranks skip the step.
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.settings.max_gradient_norm is not None:
@@ -152,6 +165,7 @@ class TrainStep:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        # Also after a skipped step, so that the schedule depends only on the number of steps.
         self.schedule.step()
         self.optimizer.zero_grad(set_to_none=True)
         for average in self.averages.values():
@@ -165,13 +179,14 @@ class TrainStep:
         return {**parts, **self.averages}
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights but frozen ones, optimizer, schedule and averages; all ranks call it together."""
+        """Return trained weights, optimizer, schedule and averages. All ranks call it together."""
         state = {name: part.state_dict() for name, part in self._stateful().items()}
         return state | {"model": trained_state(self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`, whatever the number of processes was then."""
-        # Frozen weights are those that the model has; the fingerprint of a run compares them.
+        """Restore from `state_dict()`, on any number of processes."""
+        # Frozen weights are not in a checkpoint: the model has them, and the fingerprint of the run
+        # guarantees that they are the same.
         self.model.load_state_dict(self.model.state_dict() | state["model"])
         for name, part in self._stateful().items():
             part.load_state_dict(state[name])
