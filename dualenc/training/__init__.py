@@ -1,6 +1,6 @@
-"""Training: one loop for every model and objective, exact resumption, gradient caching, batch
-selection."""
+"""Training: the trainer, its settings, evaluators and callbacks."""
 
+from dualenc.training.callbacks import Callback
 from dualenc.training.evaluators import (
     Evaluator,
     ImageTextEvaluator,
@@ -12,6 +12,7 @@ from dualenc.training.settings import TrainerSettings
 from dualenc.training.trainer import Trainer, TrainingResult
 
 __all__ = [
+    "Callback",
     "Evaluator",
     "ImageTextEvaluator",
     "IndexEvaluator",

@@ -55,7 +55,7 @@ class AveragedWeights:
                 averages.append(average)
                 weights.append(current[name])
             else:
-                # An average of counters, such as the number of batches seen, has no meaning.
+                # Counters, such as the number of batches seen, cannot be averaged meaningfully.
                 average.copy_(current[name])
         # One fused call for all weights. Identity towers have none, and the call needs some.
         if averages:

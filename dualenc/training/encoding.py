@@ -69,7 +69,7 @@ class PlainEncoding:
                 statistics of the batch.
 
         Raises:
-            DualencError: the rank has no items, and synchronized BatchNorm needs some.
+            DualencError: synchronized BatchNorm needs items on every rank, and this one lacks any.
         """
         if not inputs:
             if self.model.training and not out_of_batch and waits_for_others(self.model):
@@ -147,7 +147,7 @@ class EncodeCall(NamedTuple):
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes in chunks, twice, so that memory is independent of the batch size.
 
-    The first pass has no graph. After the loss is known, each chunk is encoded again with its graph
+    The first pass builds no graph. Once the loss is known, each chunk is encoded again with its graph
     and its part of the gradient (Gao et al. 2021, arXiv:2101.06983).
 
     Example:
@@ -225,7 +225,7 @@ class CachedEncoding(PlainEncoding):
             if on_gpu is not None:
                 torch.cuda.set_rng_state(on_gpu, self.device)
             embeddings = self._forward(call.side, take(call.inputs, rows))
-            # There is no graph if all weights of the tower are frozen.
+            # The graph is missing if all weights of the tower are frozen.
             if embeddings.requires_grad:
                 torch.autograd.backward(embeddings, gradients[rows.to(self.device)])
 

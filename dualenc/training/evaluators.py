@@ -300,7 +300,7 @@ class KNNEvaluator(Evaluator):
         batch_size: number of images to encode at a time.
 
     Raises:
-        DualencError: a setting is not valid, or images have no labels.
+        DualencError: a setting is not valid, or labels are missing.
     """
 
     primary = "knn_accuracy"
@@ -363,7 +363,7 @@ class KNNEvaluator(Evaluator):
         for corpus, own_labels, what in zip(self.corpora, self.labels, names, strict=True):
             embedded = self.embed(model, "left", corpus, what, output="features")
             features.append(embedded.vectors)
-            # Unreadable images have no vector.
+            # Unreadable images are missing from the vectors.
             rows = rows_of(corpus.ids, embedded.ids)
             labels.append(own_labels[rows])
         predicted = knn_predict(

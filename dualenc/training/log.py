@@ -273,7 +273,7 @@ def training_card(
     )
     if isinstance(pairs, Mixture):
         data += f" Sources: {'; '.join(pairs.describe())}."
-    # One row per metric. A resumed run with another evaluator has no metrics from before.
+    # One row per metric. After a resume with another evaluator, `before` is empty.
     columns = {"untrained": before, "trained": metrics}
     rows = {}
     for name in metrics:

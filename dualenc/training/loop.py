@@ -1,11 +1,11 @@
-"""The training loop: one for every model and objective."""
+"""The training loop, shared by all models and objectives."""
 
 from __future__ import annotations
 
 import copy
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,7 @@ from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.search.embed.encode import EmbeddingStopped
 from dualenc.seeds import seed_everything
 from dualenc.training.best import BestModel
+from dualenc.training.callbacks import Callback, CallbackRunner
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.evaluators import Evaluator, evaluated_data
 from dualenc.training.loader import Batch, BatchLoader
@@ -40,9 +41,21 @@ _STATEFUL = ("objective", "plan", "best", "meter")
 
 
 class Loop:
-    """Steps through the batches; logs, evaluates and saves on the way; resumes anywhere.
+    """Steps through the batches, and logs, evaluates and saves checkpoints on the way.
 
-    Nothing is written before the first step is done.
+    A run can be resumed after any step. Nothing is written before the first step is done.
+
+    Args:
+        settings: settings of the run.
+        accelerator: accelerator of the run.
+        model: the model in training, on the device of this rank.
+        pairs: the training pairs.
+        objective: the objective, on the device of this rank.
+        batching: the batch selector.
+        evaluator: the evaluator, or None.
+        signals: the signal handlers of the run.
+        recipe: the resolved recipe; empty without one.
+        callbacks: callbacks to call after steps and evaluations.
     """
 
     def __init__(
@@ -56,43 +69,70 @@ class Loop:
         evaluator: Evaluator | None,
         signals: StopSignals,
         recipe: Mapping[str, Any],
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.settings = settings
         self.accelerator = accelerator
         self.signals = signals
         self.recipe = recipe
+        self.callbacks = CallbackRunner(callbacks)
         self.model = model
-        # Mining sets the copy's negatives: the caller's pairs stay as they are.
+        # A copy, because mining replaces its negatives and must not change the caller's pairs.
         self.pairs = copy.copy(pairs)
         if not objective.takes_mined:
-            self.pairs.negatives = None  # else they would be read and encoded
+            # Otherwise they would be read and encoded for nothing.
+            self.pairs.negatives = None
         self.objective = objective
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
+        self._set_start()
+        self._build_parts(batching, evaluator)
+        self._log_ignored(pairs)
+        # Last, because it reads all the data: mistakes in the settings are reported before that.
+        described = fingerprint(self._described(), model, objective, pairs, batching)
+        folder = self.output / "checkpoints"
+        self.checkpoints = Checkpoints(folder, settings.keep_checkpoints, described)
 
-        # In the order in which they need one another: the plan gives the number of steps, which the
-        # schedule needs.
-        self.plan = BatchPlan(batching, len(pairs), settings.seed, self.device)
+    def _set_start(self) -> None:
+        """Set the position and counters of a run that has not begun."""
+        self.steps = 0
+        self.epoch = 0
+        self.batch = 0
+        self.batches_done = 0
+        self.evaluation_due = False
+        self.bad: dict[int, str] = {}
+        # The step of the checkpoint; -1 without one.
+        self.resumed_at = -1
+        self.is_begun = False
+        # True once this rank has read a pair in this epoch. After a resume in the middle of an
+        # epoch that is unknown, so assume True.
+        self.has_read = True
+        # Since the last line of the log, for the throughput.
+        self._seconds = 0.0
+        self._samples = 0
+        # Learning rate of the latest step.
+        self._rate = 0.0
+
+    def _build_parts(self, batching: BatchSelector, evaluator: Evaluator | None) -> None:
+        """Create plan, loader, step, miner, evaluation and log, each from the ones before it."""
+        settings = self.settings
+        self.plan = BatchPlan(batching, len(self.pairs), settings.seed, self.device)
+        # The learning rate schedule depends on the number of steps, and that on the plan.
         self.total_steps = self._count_steps()
         self.loader = self._new_loader()
         self.train_step = TrainStep(
-            settings, accelerator, model, objective, self.pairs, self.total_steps, self.device
+            settings,
+            self.accelerator,
+            self.model,
+            self.objective,
+            self.pairs,
+            self.total_steps,
+            self.device,
         )
-        self.miner = None
-        if settings.mine_every is not None:
-            if (
-                self.plan.num_steps(settings.mine_every, settings.gradient_accumulation)
-                >= self.total_steps
-            ):
-                raise DualencError(
-                    f"mine_every is {settings.mine_every}, and training ends before so many epochs are over; give more "
-                    "epochs, or mine beforehand (dualenc mine)"
-                )
-            precision = accelerator.mixed_precision
-            self.miner = NegativeMiner(model, self.pairs, settings, precision, self.device)
+        self.miner = self._new_miner()
         self.best = BestModel(
-            model,
-            objective,
+            self.model,
+            self.objective,
             evaluator,
             self.output / "model",
             keep_best=settings.keep_best,
@@ -100,41 +140,12 @@ class Loop:
             card=self._card,
             progress=settings.progress,
         )
-        self.log = RunLog(
-            self.output / "metrics.jsonl", accelerator, self.total_steps, settings.progress
-        )
-        if settings.max_steps is not None and settings.epochs is not None:
-            self.log.info(f"max_steps={settings.max_steps} overrides epochs={settings.epochs}")
-        if pairs.negatives is not None and not objective.takes_mined:
-            name = objective.name
-            self.log.info(f"{name} takes no mined negatives: those of the data are left out")
+        path = self.output / "metrics.jsonl"
+        self.log = RunLog(path, self.accelerator, self.total_steps, settings.progress)
         self.meter = Meter(self.device)
-        # Last, as it reads all the data: a mistake in the settings is reported before that.
-        described = fingerprint(self._described(), model, objective, pairs, batching)
-        self.checkpoints = Checkpoints(
-            self.output / "checkpoints", settings.keep_checkpoints, described
-        )
-
-        self.bad: dict[int, str] = {}
-        self.steps = 0
-        self.epoch = 0
-        self.batch = 0
-        self.batches_done = 0
-        self.evaluation_due = False
-        # The step of the checkpoint; -1 without one.
-        self.resumed_at = -1
-        self.is_begun = False
-        # Whether this rank could read a pair of the epoch; unknown, so taken for granted, of one
-        # begun before a resume.
-        self.has_read = True
-        # Since the last line of the log, for its throughput; and the learning rate of the latest
-        # step.
-        self._seconds = 0.0
-        self._samples = 0
-        self._rate = 0.0
 
     def _count_steps(self) -> int:
-        """Optimizer steps of the whole training."""
+        """Return the number of optimizer steps of the whole training."""
         settings = self.settings
         if settings.max_steps is not None:
             return settings.max_steps
@@ -143,6 +154,7 @@ class Loop:
 
     def _new_loader(self) -> BatchLoader:
         for side in SIDES:
+            # Texts come again in every epoch. The cache must exist before workers are forked.
             self.model.tower(side).prepare.cache_tokens()
         return BatchLoader(
             self.pairs,
@@ -154,24 +166,57 @@ class Loop:
             pin_memory=self.device.type == "cuda",
         )
 
+    def _new_miner(self) -> NegativeMiner | None:
+        """Return the miner of hard negatives, if the settings ask for one."""
+        settings = self.settings
+        if settings.mine_every is None:
+            return None
+        # A run that never gets to mine is a mistake, not a preference.
+        steps_before = self.plan.num_steps(settings.mine_every, settings.gradient_accumulation)
+        if steps_before >= self.total_steps:
+            raise DualencError(
+                f"mine_every is {settings.mine_every}, and training ends before that many epochs "
+                "are over",
+                fix="give more epochs, or mine beforehand (dualenc mine)",
+            )
+        precision = self.accelerator.mixed_precision
+        return NegativeMiner(self.model, self.pairs, settings, precision, self.device)
+
+    def _log_ignored(self, pairs: PairDataset) -> None:
+        """Log settings and data that this run does not use."""
+        settings = self.settings
+        if settings.max_steps is not None and settings.epochs is not None:
+            self.log.info(f"max_steps={settings.max_steps} overrides epochs={settings.epochs}")
+        if pairs.negatives is not None and not self.objective.takes_mined:
+            self.log.info(
+                f"{self.objective.name} takes no mined negatives: those of the data are left out"
+            )
+
     def _described(self) -> dict[str, Any]:
-        """The settings that must be the same for a resumed run to be the same run."""
+        """Return the settings that must stay the same when the run is resumed."""
         settings = asdict(self.settings)
-        # What "auto" means depends on the machine.
+        # "auto" resolves differently per machine, so record the resolved value.
         settings["mixed_precision"] = self.accelerator.mixed_precision
-        # The evaluator may change between two parts of a run: it does not change what is trained.
+        # Another evaluator does not change the weights after a step, so it is left out.
         parts = {
             name: part for name, part in self.recipe.items() if name not in ("trainer", "evaluator")
         }
         parts["trainer"] = {
             name: value for name, value in settings.items() if name not in FREE_SETTINGS
         }
-        # The data may have moved: the fingerprint holds its contents.
-        return parts | {"data": _without_paths(parts.get("data"))}
+        # The data may have moved. The fingerprint covers its contents.
+        parts["data"] = _without_paths(parts.get("data"))
+        return parts
 
     def run(self, resume: bool) -> dict[str, float]:
-        """Train to the last step, from scratch or the latest checkpoint. Returns the metrics of the
-        saved model."""
+        """Train to the last step.
+
+        Args:
+            resume: True to continue from the latest checkpoint, if there is one.
+
+        Returns:
+            The metrics of the saved model.
+        """
         try:
             return self._run(resume)
         finally:
@@ -179,7 +224,7 @@ class Loop:
             self.log.close()
 
     def _run(self, resume: bool) -> dict[str, float]:
-        # Before the checkpoint, which restores the generators that it knows.
+        # Before the checkpoint is loaded, which restores the generators of its ranks.
         seed_everything(self.settings.seed, distributed.rank())
         state = self.checkpoints.load_latest(self.settings.seed) if resume else None
         if state is not None:
@@ -194,8 +239,8 @@ class Loop:
         self.model.train()
         self.objective.train()
         if self.best.evaluator is None and self.settings.evaluate_every is not None:
-            self.log.info("evaluate_every has no effect: there is no evaluator")
-        # The one before training, or one that was due at the checkpoint's step when a signal came.
+            self.log.info("evaluate_every is ignored without an evaluator")
+        # Either the evaluation before training, or the one that a signal interrupted.
         if self.evaluation_due and not self._evaluate():
             self._end(self.signals.agree(self.device))
         while not self.is_finished:
@@ -203,25 +248,26 @@ class Loop:
             if not self.is_finished:
                 self.epoch += 1
                 self.batch = 0
-        # A run that was finished before, or has no steps, has not begun yet.
+        # Also for a run without steps, or one that was finished before.
         self._begin()
         if self.best.out_of_patience:
+            # An early stop may come before the end of the first epoch, where this is checked.
             if self.epoch == 0:
                 self._fail_if_unread()
             self.log.info(
-                f"stopped at step {self.steps}: {self.settings.patience} evaluations in a row were not better than "
-                f"that of step {self.best.best_step}"
+                f"stopped at step {self.steps}: {self.settings.patience} evaluations in a row were "
+                f"not better than that of step {self.best.best_step}"
             )
         with self.train_step.averaged():
             return self.best.finish(self.steps, self.log.info)
 
     @property
     def is_finished(self) -> bool:
-        """Whether no step follows."""
+        """True if no step follows."""
         return self.steps >= self.total_steps or self.best.out_of_patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the rest of the run depends on; all ranks call it together."""
+        """Return everything the rest of the run depends on. All ranks call it together."""
         state: dict[str, Any] = {name: getattr(self, name).state_dict() for name in _STATEFUL}
         state |= self.train_step.state_dict()
         if self.miner is not None:
@@ -231,7 +277,7 @@ class Loop:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore from `state_dict()`, whatever the number of processes was then."""
+        """Restore from `state_dict()`, on any number of processes."""
         for name in _POSITION:
             setattr(self, name, state["position"][name])
         self.train_step.load_state_dict(state)
@@ -239,34 +285,34 @@ class Loop:
             getattr(self, name).load_state_dict(state[name])
         if self.miner is not None:
             self.miner.load_state_dict(state["mined"])
-        # A table whose size only the checkpoint knows comes from the CPU.
+        # The objective may have replaced a table by one of the checkpoint's size, on the CPU.
         self.objective.to(self.device)
         self.bad = dict(state["bad"])
         self.resumed_at = self.steps
         self.log.bar.update(self.steps)
 
     def all_bad(self) -> dict[int, str]:
-        """Reason by pair index of all samples left out so far, on any rank; all ranks call it
-        together."""
+        """Return the reason for each pair skipped so far, by index. All ranks call it together."""
         reasons: dict[int, str] = {}
-        # Ranks read different pairs in each epoch, so several may have met the same one.
+        # Merged by index: each epoch divides the pairs differently, so ranks may share some.
         for bad in distributed.gather_objects(self.bad):
             reasons |= bad
         return reasons
 
     def _card(self, *results: Any) -> dict[str, Any]:
-        """`training_card` of the run, by its last three arguments; all ranks call it together."""
+        """Return the `training_card` for (before, metrics, step). All ranks call it together."""
         settings = asdict(self.settings)
         card = training_card(
             self.pairs, self.objective, settings, self.recipe, self.best.evaluator, *results
         )
-        if skipped := self.pairs.skipped + len(self.all_bad()):
+        skipped = self.pairs.skipped + len(self.all_bad())
+        if skipped:
             card["data"] += f" {skipped} bad samples were left out."
         return card
 
     def _begin(self) -> None:
-        """Open the log and write the recipe: after the first step the folder belongs to this
-        run."""
+        """Open the log and write the recipe, if not done yet."""
+        # Called after the first step, not before: from then on the folder belongs to this run.
         if self.is_begun:
             return
         self.is_begun = True
@@ -278,7 +324,7 @@ class Loop:
                 part.write_text(dump_recipe(self.recipe), encoding="utf-8")
 
     def _run_epoch(self) -> None:
-        """Step through what is left of an epoch."""
+        """Step through the rest of an epoch."""
         if self.batch == 0:
             self._begin_epoch()
         batches = self.plan.batches(self.epoch)
@@ -292,20 +338,18 @@ class Loop:
                 continue
             if is_last_batch or (self.epoch == 0 and self.steps + 1 == self.total_steps):
                 self._fail_if_unread()
-            try:
-                loss, values = self._step(group)
-            except DualencError as error:
-                # The objective may fail on what an earlier step did; and not every rank fails.
-                self._fail_if_bad(self.meter.bad_step(all_ranks=False))
-                raise DualencError(f"step {self.steps + 1}: {error}") from error
+            loss, values = self._step(group)
             self.steps += 1
             self.batch += len(group)
             self.batches_done += len(group)
             self._begin()
             self.meter.add(self.steps, loss, values)
             self.log.bar.update()
+            # Evaluations, checkpoints and callbacks do not count as training time.
             self._seconds += time.perf_counter() - clock
             self._samples += len(group) * batches.shape[1]
+            position = {"epoch": self.epoch + 1, "learning_rate": self._rate}
+            self.callbacks.after_step(self.steps, {**values, **position})
             self._after_step()
             clock = time.perf_counter()
             group = []
@@ -313,44 +357,62 @@ class Loop:
                 return
 
     def _begin_epoch(self) -> None:
-        """Select the batches of an epoch and mine its negatives, where the settings ask for
-        that."""
+        """Select the batches of an epoch, and mine negatives for it if that is due."""
         self.has_read = False
         self._report("selection", self.plan.start_epoch(self.epoch), self.steps)
         if self.miner is not None and self.miner.is_due(self.epoch):
-            # At the first step that they serve: a run resumed before it mines them again, and logs
-            # them once.
+            # Logged at the first step that uses them. A run that resumes before that step mines
+            # again, and its log drops the later lines.
             self._report("mined", self.miner.mine(), self.steps + 1)
 
     def _report(self, work: str, report: Mapping[str, float], step: int) -> None:
-        """Log what was done for an epoch."""
-        if report:
-            self.log.write(step, {f"{work}/{name}": value for name, value in report.items()})
-            values = ", ".join(f"{name} {value:.3g}" for name, value in report.items())
-            self.log.info(f"epoch {self.epoch + 1}, {work}: {values}")
+        """Log the work done for an epoch.
+
+        Args:
+            work: kind of work, which prefixes the names in the log.
+            report: numbers by name; empty if nothing was done.
+            step: number of the step to log them at.
+        """
+        if not report:
+            return
+        self.log.write(step, {f"{work}/{name}": value for name, value in report.items()})
+        values = ", ".join(f"{name} {value:.3g}" for name, value in report.items())
+        self.log.info(f"epoch {self.epoch + 1}, {work}: {values}")
 
     def _note_bad(self, batch: Batch) -> None:
+        """Remember the unreadable pairs of a batch."""
         self.has_read |= len(batch.indices) > 0
         for index, reason in batch.bad:
-            # One line is enough to look into it; a broken folder would print thousands.
+            # Only the first is logged: a broken folder would print thousands of lines.
             if not self.bad:
                 self.log.info(f"pair {index} is left out: {reason} (further ones are counted)")
             self.bad[index] = reason
 
     def _fail_if_unread(self) -> None:
-        """Raise if no pair of the epoch could be read, on any rank; all ranks call it together."""
-        if not any(distributed.gather_objects(self.has_read)):
-            index, reason = min(self.all_bad().items())
-            raise DualencError(
-                f"no pair could be read; the first: pair {index}: {reason}; check the data"
-            )
+        """Raise if no rank could read a pair of the epoch. All ranks call it together."""
+        if any(distributed.gather_objects(self.has_read)):
+            return
+        index, reason = min(self.all_bad().items())
+        raise DualencError(
+            f"no pair could be read; the first: pair {index}: {reason}",
+            fix="check the data",
+        )
 
     def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """One optimizer step with the mean gradient of several global batches: this rank's loss,
-        and scalars to log."""
+        """Take an optimizer step. Returns the loss of this rank, and scalars to log."""
+        try:
+            return self._update(batches)
+        except DualencError as error:
+            # An objective may fail because an earlier loss was not finite; report that instead.
+            # Not every rank may have failed, so ask only this one.
+            self._fail_if_bad(self.meter.bad_step(all_ranks=False))
+            raise DualencError(str(error), where=f"step {self.steps + 1}") from error
+
+    def _update(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
+        """Update the weights with the mean gradient of several global batches."""
         step = self.train_step
         encoded_before = step.items.num_encoded
-        # Read before the schedule moves on: the log shows the rate of this step.
+        # Read before the schedule moves on, so that the log shows the rate of this step.
         self._rate = step.learning_rate
         outputs = []
         for place, batch in enumerate(batches):
@@ -359,23 +421,25 @@ class Loop:
             outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         values: dict[str, Tensor | float] = {}
+        # Diagnostics cost kernels, so they are computed only for lines of the log.
         if self._logs_at(self.steps + 1):
             for name in outputs[0].metrics:
                 values[name] = torch.stack([output.metrics[name] for output in outputs]).mean()
-            values |= {
-                f"state/{name}": value for name, value in self.objective.diagnostics().items()
-            }
+            for name, value in self.objective.diagnostics().items():
+                values[f"state/{name}"] = value
         if self.objective.reports_loss:
             values["loss"] = loss
         if self.objective.needs_encode:
             num_encoded = step.items.num_encoded - encoded_before
+            # The log averages over ranks, and this should be a total.
             values["items_encoded"] = float(num_encoded * distributed.world_size())
-        if (norm := step.update()) is not None:
+        norm = step.update()
+        if norm is not None:
             values["gradient_norm"] = norm
         return loss, values
 
     def _after_step(self) -> None:
-        """Log, evaluate, save, stop: whatever is due after a step."""
+        """Log, evaluate, save a checkpoint or stop, whichever is due after a step."""
         settings = self.settings
         is_last = self.steps == self.total_steps
         stop = self.signals.agree(self.device)
@@ -384,14 +448,15 @@ class Loop:
         self.evaluation_due = is_last or _is_due(self.steps, settings.evaluate_every)
         saves = is_last or bool(stop) or _is_due(self.steps, settings.save_every)
         if self.evaluation_due or saves:
+            # Never evaluate or save weights that a bad loss has ruined.
             self._fail_if_bad(self.meter.bad_step())
         if saves:
-            # Before an evaluation, too, which may fail: a resumed run begins with it.
+            # Also before an evaluation, which may fail. A resumed run then starts with it.
             self._save()
-        # After a signal there is little time.
+        # After a signal time is short: skip the evaluation.
         if self.evaluation_due and not stop:
             self._evaluate()
-            # A signal that came meanwhile counts now; the evaluation that it ended is still due.
+            # A signal may have interrupted the evaluation, which then remains due.
             stop = self.signals.agree(self.device)
             if saves or stop or self.best.out_of_patience:
                 self._save()
@@ -399,7 +464,7 @@ class Loop:
             self._end(stop)
 
     def _end(self, stop: int) -> NoReturn:
-        """Say what a signal has stopped and what is saved, and end the run."""
+        """Log that a signal stopped the run and what was saved, and end the run."""
         saved = f"its checkpoint is in {self.checkpoints.folder}; resume with --resume"
         if self.steps == 0:
             saved = "nothing is saved yet; start it again"
@@ -409,13 +474,17 @@ class Loop:
         raise Interrupted if stop == signal.SIGINT else Stopped(stop)
 
     def _save(self) -> None:
-        """Write a checkpoint, unless the settings want none."""
+        """Write a checkpoint, unless checkpoints are disabled."""
         if self.settings.save_every is not None:
             self.checkpoints.save(self.steps, self.state_dict())
 
     def _write_log(self) -> None:
+        """Write a line of the log."""
+        # Losses are checked here, where the host waits for the device anyway.
         self._fail_if_bad(self.meter.bad_step())
-        values = {**self.meter.average(), "epoch": self.epoch + 1, "learning_rate": self._rate}
+        values = self.meter.average()
+        values["epoch"] = self.epoch + 1
+        values["learning_rate"] = self._rate
         values["samples_per_second"] = self._samples / max(self._seconds, 1e-9)
         self._seconds = 0.0
         self._samples = 0
@@ -425,34 +494,41 @@ class Loop:
         return step == self.total_steps or step % self.settings.log_every == 0
 
     def _evaluate(self) -> bool:
-        """Measure the model as it is, and log that; False if a signal came, and it remains due."""
+        """Evaluate the current model. Returns False if a signal interrupted the evaluation."""
         try:
             with self.train_step.averaged():
                 metrics = self.best.evaluate(self.steps, stopped=lambda: bool(self.signals.noted))
         except EmbeddingStopped:
             return False
+        self.evaluation_due = False
         if metrics:
-            self.log.write(
-                self.steps, {f"evaluation/{name}": value for name, value in metrics.items()}
-            )
+            # Before the line in the log: a resumed run repeats an evaluation whose callback failed.
+            self.callbacks.after_evaluation(self.steps, metrics)
+            logged = {f"evaluation/{name}": value for name, value in metrics.items()}
+            self.log.write(self.steps, logged)
             value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
             data, _ = evaluated_data(self.best.evaluator)
             self.log.info(f"step {self.steps}: {value} on {data}")
-        self.evaluation_due = False
         return True
 
     def _fail_if_bad(self, step: int | None) -> None:
-        """Raise if the loss of a step was not finite."""
+        """Raise an error if the loss of a step was not finite.
+
+        Args:
+            step: number of the first such step, or None.
+        """
         if step is None:
             return
         raise DualencError(
-            f"step {step}: the loss is not finite; lower learning_rate (now {self.settings.learning_rate:g}), lengthen "
-            "warmup, set max_gradient_norm, or use mixed_precision=no; checkpoints are from before"
+            "the loss is not finite",
+            fix=f"lower learning_rate (now {self.settings.learning_rate:g}), lengthen warmup, set "
+            "max_gradient_norm, or use mixed_precision=no; checkpoints are from before",
+            where=f"step {step}",
         )
 
 
 def _without_paths(part: Any) -> Any:
-    """A part of a recipe without its values called path, those of inner parts included."""
+    """Return a part of a recipe without any values named path, also in nested parts."""
     if not isinstance(part, Mapping):
         return part
     return {name: _without_paths(value) for name, value in part.items() if name != "path"}

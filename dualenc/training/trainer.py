@@ -1,9 +1,9 @@
-"""The trainer: checks the parts of a training run and puts them together."""
+"""The trainer: checks the parts of a training run, and runs the training loop."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
 from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective
+from dualenc.training.callbacks import Callback
 from dualenc.training.checkpoint import locked_run
 from dualenc.training.devices import deterministic_algorithms, place_model, start_accelerator
 from dualenc.training.evaluators import Evaluator, ImageTextEvaluator, RetrievalEvaluator
@@ -29,22 +30,30 @@ from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
 
 MAX_HELD_OUT = 1000
-"""More pairs would make evaluation slow and not much more precise."""
+"""Maximum number of held-out pairs. More would make evaluations slow, and hardly more precise."""
 MIN_PAIRS = 100
-"""Of fewer pairs a recipe holds none out: too few would be left for training and for a meaningful
-number."""
+"""Minimum number of pairs from which a recipe holds some out. Scores on fewer mean little."""
 DEFAULT_SHARE = 0.1
+"""Share of the pairs that a recipe holds out by default."""
 
 
 class TrainingResult(NamedTuple):
-    """The outcome of `Trainer.fit`.
+    """The result of `Trainer.fit`.
+
+    It unpacks like a tuple.
+
+    Example:
+        result = Trainer(output="run").fit(model, pairs, objective)
+        result.model_folder  # Path("run/model")
 
     Attributes:
-        loss: mean training loss in the last line of the log; NaN where the objective does not know
-            it.
-        before: the evaluator's metrics of the untrained model; empty without an evaluator.
-        metrics: the evaluator's metrics of the model in `model_folder`.
-        skipped: how many samples were left out because they could not be read.
+        model_folder: folder with the saved model.
+        steps: number of optimizer steps.
+        loss: mean training loss in the last line of the log; NaN if the objective reports none.
+        before: metrics of the untrained model; empty without an evaluator.
+        metrics: metrics of the saved model; empty without an evaluator.
+        seconds: wall-clock time.
+        skipped: number of samples skipped as unreadable.
     """
 
     model_folder: Path
@@ -59,15 +68,17 @@ class TrainingResult(NamedTuple):
 class Trainer(TrainerSettings):
     """Trains any dual encoder with any objective, on one process or many.
 
-        Trainer(output="run", epochs=3).fit(model, pairs, objective)
-
-    N processes train the model that one process trains with the same global batches, up to
+    Several processes train the same model as one process with the same global batches, up to
     rounding, except for dropout and for BatchNorm with out-of-batch items (docs/design.md).
 
-    SIGTERM and SIGUSR1 (what schedulers send) and Ctrl-C end the run with a checkpoint after the
-    current step, or between two batches of an evaluation, which a resumed run makes up for.
-    Resuming gives the model of an uninterrupted run, bit for bit. A second Ctrl-C, and the first
-    where save_every is None, ends it at once.
+    SIGTERM, SIGUSR1 (which job schedulers send) and Ctrl-C end the run with a checkpoint, after the
+    current step or between two batches of an evaluation, which a resumed run repeats. A resumed run
+    gives the model of an uninterrupted one, bit for bit. A second Ctrl-C ends the run at once, as
+    does the first one if save_every is None.
+
+    Example:
+        trainer = Trainer(output="run", epochs=3)
+        result = trainer.fit(model, pairs, InfoNCE())
 
     The arguments are those of `TrainerSettings`.
     """
@@ -81,24 +92,27 @@ class Trainer(TrainerSettings):
         evaluator: Evaluator | None = None,
         resume: bool = False,
         recipe: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> TrainingResult:
-        """Train, and leave the model in `output/model`.
+        """Train a model, and save it in `output/model`.
 
         Args:
-            model: trained in place; ends with the weights of the last step.
+            model: model to train in place; it ends with the weights of the last step.
             pairs: the training pairs.
-            objective: the loss; its learnable parameters are trained too.
-            batching: chooses the batches; by default random batches, of a `Mixture` as its weights
-                and `batches` say.
-            evaluator: measures the model before, during and after training.
-            resume: continue, exactly, from the latest checkpoint in `output`; from the start if
-                there is none.
-            recipe: the resolved recipe, for the model card and to recognise checkpoints of other
+            objective: the objective; its learnable parameters are trained, too.
+            batching: batch selector. The default is random batches, which follow the weights and
+                `batches` of a `Mixture`.
+            evaluator: evaluator of the model before, during and after training.
+            resume: True to continue exactly from the latest checkpoint in `output`, or from the
+                start if there is none.
+            recipe: the resolved recipe, for the model card and to refuse checkpoints of other
                 recipes.
+            callbacks: callbacks to call after each step and evaluation, see `Callback`.
 
         Raises:
-            Stopped: a SystemExit with code 128 + the signal, after SIGTERM or SIGUSR1.
-            Interrupted: a KeyboardInterrupt, after Ctrl-C.
+            DualencError: the parts do not fit together, the data cannot be read, or training fails.
+            Stopped: SIGTERM or SIGUSR1 stopped the run. A SystemExit with code 128 + the signal.
+            Interrupted: Ctrl-C stopped the run. A KeyboardInterrupt.
         """
         start = time.perf_counter()
         output = Path(self.output)
@@ -106,7 +120,7 @@ class Trainer(TrainerSettings):
             pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
-        # Not after the last step.
+        # Better now than after the last step.
         model.check_savable()
         accelerator = start_accelerator(self, output)
         with (
@@ -116,10 +130,7 @@ class Trainer(TrainerSettings):
             frozen(model, self.freeze),
         ):
             model = self._prepare_model(model, pairs, accelerator.device)
-            counts = [
-                torch.from_numpy(pairs.pair_counts(side)).to(accelerator.device) for side in SIDES
-            ]
-            objective.to(accelerator.device).set_counts(*counts)
+            self._prepare_objective(objective, pairs, accelerator.device)
             loop = Loop(
                 self,
                 accelerator,
@@ -130,6 +141,7 @@ class Trainer(TrainerSettings):
                 evaluator,
                 signals,
                 recipe or {},
+                callbacks,
             )
             metrics = loop.run(resume)
         return TrainingResult(
@@ -145,23 +157,27 @@ class Trainer(TrainerSettings):
     def _hold_out(
         self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
     ) -> tuple[PairDataset, Evaluator | None]:
-        """The pairs to train on, with the same items and ids, and an evaluator of those that are
-        held out, if any."""
+        """Return the pairs to train on, and an evaluator of the held-out pairs, if any.
+
+        The pairs to train on keep all items and ids.
+        """
         share = self.held_out
         can_split = not pairs.views and not isinstance(pairs, Mixture)
         if share is None:
-            # A recipe's run ends with a number.
+            # A training from a recipe should end with a score.
             by_default = is_recipe and batching is None and can_split and len(pairs) >= MIN_PAIRS
             share = DEFAULT_SHARE if by_default else 0.0
         if share == 0:
             return pairs, None
         if batching is not None:
             raise DualencError(
-                "batching is for all pairs, and held_out leaves some out; name an evaluator"
+                "batching is for all pairs, and held_out leaves some out",
+                fix="name an evaluator",
             )
         if not can_split:
             raise DualencError(
-                "held_out does not apply to views of images or a mixture; name an evaluator"
+                "held_out does not apply to views of images or a mixture",
+                fix="name an evaluator",
             )
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
@@ -169,17 +185,19 @@ class Trainer(TrainerSettings):
         return rest, RetrievalEvaluator(pairs=held_out)
 
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
-        """The batch selector: the given one, or the default for the data."""
+        """Return the given batch selector, or the default for the data."""
         if self.batch_size > len(pairs):
             raise DualencError(
-                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs; make it smaller"
+                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs",
+                fix="make it smaller",
             )
         if not isinstance(pairs, Mixture) or pairs.is_plain:
             return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):
             raise DualencError(
-                f"data.weights and data.batches say what a batch is made of, which {type(batching).__name__} does not "
-                "know; leave batching out, or weigh all sources 1 in mixed batches"
+                "data.weights and data.batches determine the batches, and "
+                f"{type(batching).__name__} ignores them",
+                fix="leave batching out, or weight all sources 1 in mixed batches",
             )
         return batching or MixtureBatches(
             pairs.sizes,
@@ -193,21 +211,31 @@ class Trainer(TrainerSettings):
     def _prepare_model(
         self, model: DualEncoder, pairs: PairDataset, device: torch.device
     ) -> DualEncoder:
-        """Place and compile a model."""
+        """Place a model on a device, and compile it if the settings ask for that."""
         if isinstance(pairs, Mixture) and isinstance(model, TextEncoder):
             model.name_prompts(pairs.prompts)
         model = place_model(model, device)
         if self.compile:
-            # A set, as both sides may be one tower.
+            # A set, because both sides may share one tower.
             for tower in {model.left, model.right}:
                 tower.compile(dynamic=True)
         has_mined = pairs.negatives is not None or self.mine_every is not None
         if has_mined and waits_for_others(model):
+            # Its synchronization would wait for a process whose pairs lack negatives.
             raise DualencError(
-                "mined negatives do not go with BatchNorm on several processes, some of which may have none of "
-                "them; use one process, or freeze BatchNorm (freeze=…)"
+                "mined negatives do not work with BatchNorm on several processes",
+                fix="use one process, or freeze BatchNorm (freeze=…)",
             )
         return model
+
+    def _prepare_objective(
+        self, objective: Objective, pairs: PairDataset, device: torch.device
+    ) -> None:
+        """Place an objective on a device, and set the number of pairs each item occurs in."""
+        left_counts, right_counts = (
+            torch.from_numpy(pairs.pair_counts(side)).to(device) for side in SIDES
+        )
+        objective.to(device).set_counts(left_counts, right_counts)
 
     def _check_parts(
         self,
@@ -217,24 +245,31 @@ class Trainer(TrainerSettings):
         batching: BatchSelector,
         evaluator: Evaluator | None,
     ) -> None:
-        """Refuse parts that do not fit one another, before any work."""
+        """Refuse parts that do not fit together, before any work is done."""
         if evaluator is not None and not hasattr(evaluator, "primary"):
-            problem = (
-                "evaluator: has no `primary`, the name of the metric to keep the best weights by"
+            raise DualencError(
+                "`primary` is missing, the name of the metric that selects the best weights",
+                fix="set it, as in measure.primary = 'accuracy'",
+                where="evaluator",
             )
-            raise DualencError(f"{problem}; set it, as in measure.primary = 'accuracy'")
         if self.patience is not None and evaluator is None:
-            raise DualencError("patience counts evaluations, and there is no evaluator; give one")
+            raise DualencError(
+                "patience counts evaluations, and the evaluator is missing",
+                fix="give one",
+            )
         if (batching.batch_size, batching.num_pairs) != (self.batch_size, len(pairs)):
             raise DualencError(
-                f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, but batch_size is "
-                f"{self.batch_size} and the data has {len(pairs)} pairs; give both the same"
+                f"batching is for batches of {batching.batch_size} of {batching.num_pairs} pairs, "
+                f"but batch_size is {self.batch_size} and the data has {len(pairs)} pairs",
+                fix="give both the same",
             )
         remedy = objective.remedy_for_other_batches
         if remedy and not batching.uniform:
             raise DualencError(
-                f"{type(batching).__name__} chooses the batches, but {objective.name} as set assumes random ones; give "
-                f"it {remedy}, or leave batching out and weigh all sources of a mixture 1"
+                f"{type(batching).__name__} chooses the batches, but {objective.name} with these "
+                "settings assumes random ones",
+                fix=f"give it {remedy}, or leave batching out and weight all sources of a "
+                "mixture 1",
             )
         _check_modalities(model, pairs, evaluator)
         _check_views(pairs, objective)
@@ -243,24 +278,28 @@ class Trainer(TrainerSettings):
 
 
 def _check_views(pairs: PairDataset, objective: Objective) -> None:
-    """Refuse an objective that would compare the two views of images as items of two towers."""
+    """Refuse an objective that would treat the two views of an image as items of two towers."""
     if pairs.views and not objective.views:
         raise DualencError(
             f"the data is two views of each image, but {objective.name} compares left with right "
-            "items only; give it views=True"
+            "items only",
+            fix="give it views=True",
         )
 
 
 def _check_modalities(model: DualEncoder, pairs: PairDataset, evaluator: Evaluator | None) -> None:
-    """Refuse images for a tower that encodes text, and the like."""
-    of_pairs = {"left": pairs.left_modality, "right": pairs.right_modality}
-    of_evaluator = getattr(evaluator, "modalities", {})
-    for source, modalities in (("the pairs", of_pairs), ("the evaluator", of_evaluator)):
+    """Refuse data of another modality than the towers encode, such as images for text."""
+    modalities_by_source = {
+        "the pairs": {"left": pairs.left_modality, "right": pairs.right_modality},
+        "the evaluator": getattr(evaluator, "modalities", {}),
+    }
+    for source, modalities in modalities_by_source.items():
         for side in SIDES:
             modality = modalities.get(side)
             encoded = model.tower(side).modality
             if modality is not None and modality != encoded:
                 raise DualencError(
-                    f"the {side} side of {source} is {modality}, but that of the model encodes {encoded}; choose a "
-                    f"model for {modality} or other data"
+                    f"the {side} side of {source} is {modality}, but that of the model encodes "
+                    f"{encoded}",
+                    fix=f"choose a model for {modality} or other data",
                 )

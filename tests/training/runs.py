@@ -45,8 +45,17 @@ def train(output: Path, *, resume: bool = False, **changes: Any) -> TrainingResu
     pairs = parts["pairs"] or tiny_pairs()
     model = parts["model"] or TinyEncoder(dropout=0.2)
     objective = parts["objective"] or tiny_objective(pairs)
+    callbacks = changes.pop("callbacks", ())
     trainer = Trainer(output=output, **{**SETTINGS, **changes})
-    return trainer.fit(model, pairs, objective, parts["batching"], parts["evaluator"], resume)
+    return trainer.fit(
+        model,
+        pairs,
+        objective,
+        parts["batching"],
+        parts["evaluator"],
+        resume,
+        callbacks=callbacks,
+    )
 
 
 def run_and_die(function: Callable[..., Any], *arguments: Any) -> int | None:

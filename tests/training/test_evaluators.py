@@ -335,7 +335,9 @@ def test_settings_are_refused_before_anything_is_read(make, message):
 def test_more_neighbours_than_images_are_refused_at_once():
     values = colours(4)
     few = ImageViews(images(values), values.argmax(axis=1), ["r", "g", "b"])
-    with pytest.raises(DualencError, match="k is 20, and 4 training images vote; choose k from 1"):
+    with pytest.raises(
+        DualencError, match="k is 20, but only 4 training images vote; choose k from 1"
+    ):
         KNNEvaluator(few, few)
 
 

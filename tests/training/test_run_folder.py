@@ -41,7 +41,7 @@ def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothin
     wait_for(run / "metrics.jsonl")
     for changes in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(
-            DualencError, match=f"a run is going on in this folder .process {process.pid} on "
+            DualencError, match=f"is in use by another run .process {process.pid} on "
         ):
             train(run, model=TinyEncoder(), **changes)
     returncode, errors = process.end()
@@ -63,7 +63,7 @@ def test_a_killed_process_holds_no_lock_before_its_parent_notices(tmp_path):
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with run_folder.locked_run(tmp_path, resume=False, overwrite=False):
         assert f"process {os.getpid()} on " in (tmp_path / ".lock").read_text()
-        with pytest.raises(DualencError, match="a run is going on"):
+        with pytest.raises(DualencError, match="is in use by another run"):
             run_folder.locked_run(tmp_path, resume=False, overwrite=True).__enter__()
     process.join()
     assert os.listdir(tmp_path) == []

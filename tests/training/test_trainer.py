@@ -298,7 +298,7 @@ def test_weights_are_frozen_for_one_training(tmp_path):
 
 
 def test_an_evaluator_without_a_primary_metric_is_refused(tmp_path):
-    with pytest.raises(DualencError, match="evaluator: has no `primary`"):
+    with pytest.raises(DualencError, match="evaluator: `primary` is missing"):
         train(tmp_path, evaluator=lambda model: {"accuracy": 1.0})
     assert not list(tmp_path.iterdir())
 
@@ -414,7 +414,7 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"tracker": "tensorbord"}, "tracker 'tensorbord'"),
         ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
         ({"freeze": ["*"], "objective": InfoNCE(num_left=24)}, "nothing to train"),
-        ({"patience": 2, "evaluate_every": 1}, "there is no evaluator"),
+        ({"patience": 2, "evaluate_every": 1}, "the evaluator is missing"),
         (
             {"evaluator": FixedEvaluator(primary="scor")},
             r"evaluator.primary is 'scor' \(did you mean score\?\)",
@@ -431,11 +431,11 @@ SIZES = {"num_left": 38, "num_right": 38}
         ),
         (
             {"pairs": WEIGHED, "objective": GlobalCache(**SIZES)},
-            "GlobalCache as set assumes random ones",
+            "GlobalCache with these settings assumes random ones",
         ),
         (
             {"pairs": WEIGHED, "batching": SpectralBatches(38, 6)},
-            "which SpectralBatches does not know",
+            "SpectralBatches ignores them",
         ),
         ({"mine_every": 3}, "mine_every is 3, and training ends before"),
         ({"mine_every": 1, "epochs": 1}, "mine_every is 1, and training ends before"),
