@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,17 @@ def test_anything_but_a_callback_is_refused(tmp_path, callback, kind):
     with pytest.raises(DualencError, match=message):
         train(tmp_path / "run", callbacks=[Callback(), callback])
     assert not (tmp_path / "run").exists()
+
+
+def test_the_script_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    page = Path(__file__).parents[2] / "docs" / "trackers.md"
+    (script,) = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(script, {"__name__": "__main__"})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("after step 0: nDCG@10 0.")
+    assert [line.split(":")[0] for line in lines[1:4]] == ["step 10", "step 20", "after step 20"]
+    assert float(lines[-1].split()[-1]) > float(lines[0].split()[-1])
 
 
 @pytest.mark.slow

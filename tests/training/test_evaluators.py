@@ -204,7 +204,7 @@ def test_what_cannot_be_measured_is_refused():
     for make, message in (
         (lambda: RetrievalEvaluator(), "give either path"),
         (lambda: RetrievalEvaluator("x", pairs=tiny_pairs()), "give either path"),
-        (lambda: KNNEvaluator(views, views), "train has no labels"),
+        (lambda: KNNEvaluator(views, views), "the train images are unlabeled"),
     ):
         with pytest.raises(DualencError, match=message):
             make()

@@ -153,7 +153,7 @@ def test_a_finished_run_whose_model_folder_is_gone_saves_the_last_weights(
     model = TinyEncoder(dropout=0.2)
     result = train(tmp_path, evaluator=FixedEvaluator(), resume=True, model=model, **settings)
     assert (
-        "model is gone, and the weights of the best step, 4" in capsys.readouterr().err
+        "model was removed, and with it the weights of the best step (4)" in capsys.readouterr().err
     ) is keep_best
     assert same(weights(tmp_path), dict(model.state_dict()))
     assert result.metrics == {"score": 0.2}

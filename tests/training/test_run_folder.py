@@ -152,7 +152,7 @@ def test_an_output_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for output, message in (
         ("", "output is empty"),
-        (tmp_path / "file" / "run", "file/run: cannot be made"),
+        (tmp_path / "file" / "run", "file/run: cannot be created"),
     ):
         with pytest.raises(DualencError, match=message):
             train(output)
