@@ -349,7 +349,7 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
         ),
         (
             "evaluator={class_path: RetrievalEvaluator, init_args: {}}",
-            "evaluator: RetrievalEvaluator: give either path",
+            "evaluator: RetrievalEvaluator: the data is missing or given twice; give either path",
         ),
     ],
 )

@@ -147,8 +147,8 @@ class EncodeCall(NamedTuple):
 class CachedEncoding(PlainEncoding):
     """Gradient caching: encodes in chunks, twice, so that memory is independent of the batch size.
 
-    The first pass builds no graph. Once the loss is known, each chunk is encoded again with its graph
-    and its part of the gradient (Gao et al. 2021, arXiv:2101.06983).
+    The first pass builds no graph. Once the loss is known, each chunk is encoded again with its
+    graph, and backpropagates its part of the gradient (Gao et al. 2021, arXiv:2101.06983).
 
     Example:
         encoding = CachedEncoding(model, device, chunk_size=32)

@@ -55,7 +55,7 @@ class TrainerSettings:
         epochs: number of passes over the data; null means 1, unless max_steps is set.
         max_steps: number of optimizer steps; overrides epochs. null: off.
         learning_rate: peak learning rate.
-        optimizer: "adamw", "sgd", "lars", "lion", "muon" or another optimizer of timm.
+        optimizer: name of the optimizer: "adamw", "sgd", "lars", "lion", "muon" or another of timm.
         weight_decay: weight decay of weights with two or more dimensions.
         momentum: momentum of "sgd", "lars", "muon" and other optimizers that have one.
         freeze: glob patterns of parameter names to freeze, such as "left.*" or "*embeddings*".
@@ -65,8 +65,9 @@ class TrainerSettings:
         schedule: learning rate schedule after the warm-up: "cosine", "linear", "constant",
             "inverse_sqrt" or "warmup_stable_decay".
         max_gradient_norm: maximum norm that gradients are clipped to. null: no clipping.
-        mixed_precision: "no", "bf16", "fp16" (for GPUs before Ampere, such as T4 and V100, which
-            lack bf16), or "auto": bf16 if the device multiplies it faster than float32.
+        mixed_precision: precision of the computation: "no", "bf16", "fp16" (for GPUs before Ampere,
+            such as T4 and V100, which lack bf16), or "auto": bf16 if the device multiplies it
+            faster than float32.
         gradient_accumulation: number of global batches per optimizer step. Each batch has separate
             negatives.
         chunk_size: number of items encoded at a time with gradient caching, which keeps memory
@@ -87,7 +88,8 @@ class TrainerSettings:
         seed: random seed for augmentation, dropout and batch order.
         num_workers: number of worker processes per rank that read batches. Objectives that request
             images by id get as many workers again.
-        on_error: "skip" to skip and count unreadable samples, "raise" to stop at the first one.
+        on_error: treatment of unreadable samples: "skip" to skip and count them, "raise" to stop at
+            the first one.
         mine_every: epochs between rounds of hard-negative mining with the current model, which
             replace the negatives in the data; the first round comes after this many epochs (ANCE,
             Xiong et al. 2021, arXiv:2007.00808). null: off.

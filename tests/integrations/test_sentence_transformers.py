@@ -297,9 +297,7 @@ def test_prompts_that_only_the_trainer_knows_are_refused(
     arguments = sentence_transformers.SentenceTransformerTrainingArguments(
         str(tmp_path), use_cpu=True, report_to=[], prompts=prompts
     )
-    with pytest.raises(
-        DualencError, match=r"texts of a batch only; .* to GlobalLoss\(prompts=…\)"
-    ):
+    with pytest.raises(DualencError, match=r"texts of a batch only; .* to GlobalLoss\(prompts=…\)"):
         GlobalLossTrainer(
             model, arguments, train_dataset=dataset, loss=GlobalLoss(model, objective, texts)
         )
