@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from dualenc.workflows.build_index import index
     from dualenc.workflows.change_index import append, remove
     from dualenc.workflows.embed_corpus import embed
+    from dualenc.workflows.evaluate_corrupted import evaluate_corrupted
+    from dualenc.workflows.evaluate_image_text import evaluate_image_text
+    from dualenc.workflows.evaluate_probe import evaluate_probe
+    from dualenc.workflows.evaluate_retrieval import evaluate_retrieval
+    from dualenc.workflows.evaluate_zero_shot import evaluate_zero_shot
+    from dualenc.workflows.measure_engine import evaluate_engine
     from dualenc.workflows.migrate_model import migrate
+    from dualenc.workflows.mine_negatives import mine
+    from dualenc.workflows.push_vectors import push
+    from dualenc.workflows.run_quickstart import quickstart
+    from dualenc.workflows.training_report import report
     from dualenc.workflows.verify_folder import verify
 
 __version__ = "0.1.0"
@@ -30,7 +40,17 @@ _PARTS = {
     "workflows.build_index": ("index",),
     "workflows.change_index": ("append", "remove"),
     "workflows.embed_corpus": ("embed",),
+    "workflows.evaluate_corrupted": ("evaluate_corrupted",),
+    "workflows.evaluate_image_text": ("evaluate_image_text",),
+    "workflows.evaluate_probe": ("evaluate_probe",),
+    "workflows.evaluate_retrieval": ("evaluate_retrieval",),
+    "workflows.evaluate_zero_shot": ("evaluate_zero_shot",),
+    "workflows.measure_engine": ("evaluate_engine",),
     "workflows.migrate_model": ("migrate",),
+    "workflows.mine_negatives": ("mine",),
+    "workflows.push_vectors": ("push",),
+    "workflows.run_quickstart": ("quickstart",),
+    "workflows.training_report": ("report",),
     "workflows.verify_folder": ("verify",),
 }
 
@@ -49,12 +69,22 @@ __all__ = [
     "adapt",
     "append",
     "embed",
+    "evaluate_corrupted",
+    "evaluate_engine",
+    "evaluate_image_text",
+    "evaluate_probe",
+    "evaluate_retrieval",
+    "evaluate_zero_shot",
     "index",
     "load_model",
     "migrate",
+    "mine",
     "open_corpus",
     "open_pairs",
+    "push",
+    "quickstart",
     "remove",
+    "report",
     "verify",
 ]
 

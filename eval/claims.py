@@ -35,7 +35,7 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import DUALENC_FILE, Prepare, Tower, unit_norm
 from dualenc.evaluation import plots
-from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarise
+from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarize_nearest
 from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report_page import Table, print_table
@@ -258,13 +258,13 @@ class Task(Evaluator):
             found[name] = accuracy(probe.predict(features), labels)
         for name, k in (("knn20", 20), ("nn1", 1)):
             found[name] = accuracy(knn_predict(train, train_labels, test, k=k), test_labels)
-        found["pair"] = summarise(nearest_images(embed(model.left, self.pairs)))["top1"]
+        found["pair"] = summarize_nearest(nearest_images(embed(model.left, self.pairs)))["top1"]
         return found
 
     def among_versions(self, model: DualEncoder) -> float:
         """Top-1 retrieval of a version's other view among the versions of its image (Cho et al.,
         Table 1)."""
-        return summarise(nearest_versions(embed(model.left, self.versions)))["top1"]
+        return summarize_nearest(nearest_versions(embed(model.left, self.versions)))["top1"]
 
 
 @torch.inference_mode()

@@ -20,7 +20,6 @@ from geometry import effective_rank, uniformity
 from gradient_bias import FrozenPairs
 from torch import Tensor, nn
 
-from dualenc.commands.labelled_images import random_rows
 from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs
 from dualenc.encoders import DualEncoder, load_model
 from dualenc.encoders.dual import SIDES
@@ -30,6 +29,7 @@ from dualenc.evaluation.report_page import Table, print_table
 from dualenc.training.checkpoint import Checkpoints
 from dualenc.training.loader import augmentation_seeds
 from dualenc.types import Inputs, Side, Vectors
+from dualenc.workflows.labeled_images import random_rows
 
 CHUNK = 64
 """Items prepared and encoded at once."""

@@ -16,7 +16,7 @@ from dualenc.batching import BatchSelector
 from dualenc.data import ImageViews, PairDataset, TableViews
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder
-from dualenc.evaluation.corrupted import nearest_images, summarise
+from dualenc.evaluation.corrupted import nearest_images, summarize_nearest
 from dualenc.io.files import write_json
 from dualenc.objectives import DCL, EMC2, HCL, ISIR, InfoNCE, ISogCLR, Objective, SogCLR
 from dualenc.training import Evaluator, KNNEvaluator, Trainer
@@ -88,7 +88,7 @@ class PairRetrieval(KNNEvaluator):
                 )
                 parts.append(model("left", inputs).detach().cpu().numpy())
         both = np.stack([np.concatenate(parts) for parts in views], axis=1)
-        return {**super().__call__(model), "pair_top1": summarise(nearest_images(both))["top1"]}
+        return {**super().__call__(model), "pair_top1": summarize_nearest(nearest_images(both))["top1"]}
 
 
 def train_and_measure(

@@ -1,4 +1,4 @@
-"""`dualenc evaluate …`: options of each task; the files `evaluate_*.py` do the work."""
+"""`dualenc evaluate …`: options of each task; `dualenc.workflows.evaluate_*` do the work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dualenc.commands.options import (
     RankingOptions,
     Workers,
 )
-from dualenc.commands.push import RecallOptions, evaluate_engine
+from dualenc.commands.output import print_evaluation
+from dualenc.commands.push import RecallOptions, print_recall
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,15 @@ class RetrievalOptions:
     """Retrieval by a query-document model, and what to compare it with.
 
     Args:
-        split: of a BEIR folder, a folder of tables or a hub name, by default test; one table is
-            tested as a whole.
-        bm25: evaluate BM25 as well as the model; --hybrid does so, too.
+        split: split of a BEIR folder, a folder of tables or a hub name, by default test; a single
+            table is tested as a whole.
+        bm25: evaluate BM25 as well as the model; --hybrid implies it.
         keep_self_matches: keep an unjudged document whose id is the query's; by default it is
-            removed as its copy.
-        batch_size: texts encoded at once.
-        documents: an index, embeddings or what `push` wrote, whose vectors are the documents of a
-            BEIR folder, by their ids; none is embedded, and the folder needs no corpus.jsonl but
-            for --bm25 and --hybrid.
+            removed as a copy of the query.
+        batch_size: texts per forward pass.
+        documents: an index, embeddings or a folder that `push` wrote, with the vectors of the
+            documents of a BEIR folder, by id. No document is embedded, and only --bm25 and --hybrid
+            read corpus.jsonl.
     """
 
     split: str | None = None
@@ -56,20 +57,24 @@ def retrieval(
     A model that was adapted to an index needs --documents INDEX, and is scored on all queries, on
     those with a relevant document that was in training, and on the others.
 
-    Of pairs, left texts are the queries and all right texts the corpus; equal texts count once.
+    In a table of pairs, left texts are the queries and all right texts the corpus; equal texts
+    count once.
     Writes metrics.json, report.html and, for each data set, run.trec, per_query.ndjson and the
-    embeddings, which the next evaluation of the same model uses.
+    embeddings, which the next evaluation of the same model reuses.
 
     Args:
         model: model folder or name.
-        data: BEIR folder: corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings in their
-            place; a collection of the hub (mteb/scifact), or NanoBEIR for its thirteen; or pairs: a
-            table of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
+        data: BEIR folder (corpus.jsonl, queries.jsonl, qrels/SPLIT.tsv, or embeddings instead of
+            texts); a collection of the hub (mteb/scifact), or NanoBEIR for its thirteen; or pairs:
+            a table of two columns (csv, tsv, jsonl, parquet, a folder of them, a hub name).
         more: further folders or tables; the table of results then has a mean row.
     """
-    from dualenc.commands.evaluate_retrieval import evaluate_retrieval
+    from dualenc.workflows.evaluate_retrieval import evaluate_retrieval
 
-    evaluate_retrieval(model, [data, *more], options, columns, ranking, output)
+    result = evaluate_retrieval(
+        model, [data, *more], **vars(options), **vars(columns), **vars(ranking), **vars(output)
+    )
+    print_evaluation(result, num_tables=1, files="metrics, run files and report.html")
 
 
 def image_text(
@@ -88,12 +93,16 @@ def image_text(
         model: model folder or name.
         data: images with captions: a table (parquet, jsonl, csv, a folder of them, a hub name),
             webdataset tars, or a folder of images.
-        split: of a folder or hub name, by default test; one file is tested as a whole.
-        batch_size: items encoded at once.
+        split: split of a folder or hub name, by default test; a single file is tested as a whole.
+        batch_size: items per forward pass.
     """
-    from dualenc.commands.evaluate_image_text import evaluate_image_text
+    from dualenc.workflows.evaluate_image_text import evaluate_image_text
 
-    evaluate_image_text(model, data, split, columns, batch_size, output)
+    print_evaluation(
+        evaluate_image_text(
+            model, data, split=split, batch_size=batch_size, **vars(columns), **vars(output)
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -101,14 +110,15 @@ class ZeroShotOptions:
     """The classes of images, and their prompts.
 
     Args:
-        split: of a folder of tables or a hub name, by default test; one file is tested as a whole.
-        label_column: of a table, class numbers or names; by default `label`.
+        split: split of a folder of tables or a hub name, by default test; a single file is tested
+            as a whole.
+        label_column: column of a table with class numbers or names; by default `label`.
         class_names: text file with the name of each class on a line, in the order of the class
-            numbers (of folders: sorted by name), or in any order with those of the data among them;
-            by default the names in the data.
+            numbers (folders are sorted by name), or in any order if it lists the names in the data.
+            By default the names in the data.
         templates: text file with prompt templates, one on a line, {} for the class; by default a
             set of eight.
-        batch_size: items encoded at once.
+        batch_size: items per forward pass.
     """
 
     split: str | None = None
@@ -123,27 +133,28 @@ def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: Output
 
     Args:
         model: model folder or name.
-        data: labelled images: a table (parquet, a folder of them, a hub name), or a folder with one
+        data: labeled images: a table (parquet, a folder of them, a hub name), or a folder with one
             folder per class.
     """
-    from dualenc.commands.evaluate_zero_shot import evaluate_zero_shot
+    from dualenc.workflows.evaluate_zero_shot import evaluate_zero_shot
 
-    evaluate_zero_shot(model, data, options, output)
+    result = evaluate_zero_shot(model, data, **vars(options), **vars(output))
+    print_evaluation(result, num_tables=1)
 
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """Labelled images to test, and to train probes on.
+    """Labeled images to test, and to train probes on.
 
     Args:
-        split: which split is tested, by default test; one file is tested as a whole.
+        split: split to test, by default test; a single file is tested as a whole.
         train: images to train a probe on; by default (`probe`) another split of the same data, or
             (`corrupted`) none.
-        train_split: which split is trained on.
-        label_column: of a table; by default `label`.
-        limit: test so many images, chosen at random.
-        train_limit: train on so many images, chosen at random.
-        seed: of everything random.
+        train_split: split to train on.
+        label_column: column of a table with the labels; by default `label`.
+        limit: test on a random subset of this many images.
+        train_limit: train on a random subset of this many images.
+        seed: random seed.
         num_workers: processes that decode, corrupt and augment images.
     """
 
@@ -165,27 +176,31 @@ def probe(
     batch_size: BatchSize = 256,
     output: OutputOptions,
 ) -> None:
-    """Probe the frozen image features of a model: a linear classifier, and nearest neighbours.
+    """Probe the frozen image features of a model: a linear classifier, and nearest neighbors.
 
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: parquet or other table, hub name, or a folder of class folders.
-        batch_size: images encoded at once.
+        batch_size: images per forward pass.
     """
-    from dualenc.commands.evaluate_probe import evaluate_probe
+    from dualenc.workflows.evaluate_probe import evaluate_probe
 
-    evaluate_probe(model, data, images, batch_size, output)
+    print_evaluation(
+        evaluate_probe(model, data, batch_size=batch_size, **vars(images), **vars(output))
+    )
 
 
 @dataclass(frozen=True)
 class CorruptionOptions:
-    """Corruptions of images, and what is measured under them.
+    """Corruptions of images, and their severity.
 
     Args:
-        corruptions: their names; by default all 19, or all that the folder has.
-        severity: of the corruptions in retrieval, 1 to 5; the robustness table has all five.
-        baseline: JSON file with the error rates of a baseline, AlexNet's in the literature, for the
-            mean corruption error; metrics.json of another evaluation, or {"fog": [five rates], …}.
+        corruptions: names of corruptions, separated by commas; by default all 19, or all in the
+            folder.
+        severity: severity of the corruptions in retrieval, 1 to 5; the robustness table has all
+            five.
+        baseline: JSON file with the error rates of a baseline (AlexNet in the literature), for the
+            mean corruption error: metrics.json of another evaluation, or {"fog": [five rates], …}.
     """
 
     corruptions: Annotated[list[str] | None, COMMAS] = None
@@ -203,25 +218,31 @@ def corrupted(
 ) -> None:
     """Find the other view of an image among its own corrupted versions, and among all images.
 
-    With --train, also the accuracy of a linear probe under every corruption.
+    With --train, also measure the accuracy of a linear probe under every corruption.
 
     Args:
         model: model folder or name, of kind image or image-text.
         data: clean images, corrupted on the fly; or a CIFAR-C or Tiny-ImageNet-C folder.
     """
-    from dualenc.commands.evaluate_corrupted import evaluate_corrupted
+    from dualenc.workflows.evaluate_corrupted import evaluate_corrupted
 
-    evaluate_corrupted(model, data, images, options, output)
+    print_evaluation(
+        evaluate_corrupted(model, data, **vars(images), **vars(options), **vars(output))
+    )
 
 
 def engine(folder: str, *, options: RecallOptions) -> None:
-    """Measure recall@10 and the rows returned under filters, by exact search; exit code 1 below
-    --recall.
+    """Measure recall@10 and the rows returned under filters, against exact search; exit code 1
+    below --recall.
 
-    With --filters, settings are chosen that reach --recall (0.95), and are written into the folder
-    with what was measured; without, that measurement is repeated.
+    With --filters, settings that reach --recall (0.95) are chosen and written into the folder with
+    the measurement; without, the recorded measurement is repeated.
 
     Args:
-        folder: an index, or what `dualenc push` wrote.
+        folder: an index, or a folder that `dualenc push` wrote.
     """
-    evaluate_engine(folder, options)
+    from dualenc.workflows.measure_engine import evaluate_engine
+
+    measured = evaluate_engine(folder, **vars(options))
+    print_recall(measured)
+    measured.check()

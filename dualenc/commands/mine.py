@@ -1,12 +1,10 @@
-"""`dualenc mine`: hard negatives for training, found by a model."""
+"""`dualenc mine`: mine hard negatives with a model."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dualenc.commands.options import BatchSize, ColumnOptions
-from dualenc.io.files import check_folder_target, check_writable
 from dualenc.io.terminal import printable
 from dualenc.search.hard_negatives import Rule
 
@@ -27,7 +25,7 @@ def mine(
     relevant.
 
     Known positives are removed by id and by text. Documents that score too close to the positive
-    are removed as likely relevant: by default above 95 % of its score (Moreira et al. 2024).
+    are removed as likely relevant: by default above 95% of its score (Moreira et al. 2024).
     Embeddings stay in OUT-embeddings. The same command resumes an interrupted run. The processes of
     `accelerate launch` share the work.
 
@@ -37,48 +35,34 @@ def mine(
             data set by hub name.
         out: file to write: {"query", "pos", "neg", "pos_scores", "neg_scores", …}, one query a
             line; see form.
-        form: rows as FlagEmbedding and `dualenc train` read them. Or as the losses of
-            sentence-transformers train on them: anchor, positive, negative_1, negative_2, …, a row
-            for each positive, without scores; queries with fewer negatives than num_negatives are
-            left out.
-        split: of a BEIR folder or a data set that has several.
+        form: flagembedding for rows as FlagEmbedding and `dualenc train` read them.
+            sentence-transformers for rows that its losses train on: anchor, positive, negative_1,
+            negative_2, …, a row for each positive, without scores; queries with fewer negatives
+            than num_negatives are left out.
+        split: split of a BEIR folder or a data set that has several.
         batch_size: items per forward pass.
-        device: such as cpu or cuda:0; by default a GPU if there is one.
+        device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
     from dualenc import distributed
-    from dualenc.data.corpus import corpora
-    from dualenc.data.readers.sources import open_pairs
-    from dualenc.data.store.vector_shards import are_embeddings
     from dualenc.evaluation.report_page import Table, print_table
-    from dualenc.search.mining import check_mined, check_modalities, mine_negatives
-    from dualenc.workflows.session import embed_into, open_model, start_processes, writing
+    from dualenc.workflows import mine_negatives
 
-    target = Path(out)
-    folder = Path(f"{target}-embeddings")
-    # Output places are refused before hours of work.
-    check_mined(target)
-    check_writable(target.parent)
-    check_folder_target(folder, are_embeddings, "embeddings of mining")
-    device_to_use = start_processes(device)
-    pairs = open_pairs(data, **vars(columns), split=split)
-    left, right = corpora(pairs)
-    check_modalities(left, right, form)
-    encoder = open_model(model, ("query-document", "vector"), device_to_use)
-    embedding: dict[str, Any] = {"batch_size": batch_size, "notes": {"model": model}}
-    with writing(out):
-        queries = embed_into(folder / "queries", encoder.left, left, side="left", **embedding)
-        documents = embed_into(
-            folder / "documents", encoder.right, right, side="right", **embedding
-        )
-        report = mine_negatives(
-            queries, documents, pairs, out, rule=rule, form=form, device=device_to_use
-        )
-    if distributed.is_main():
-        rows = [
-            {"what": name.replace("_", " "), "number": count}
-            for name, count in vars(report).items()
-        ]
-        print_table(Table("Mined", rows))
-        summary = f"{report.written:,} rows with {report.negatives:,} negatives → {out}"
-        print(printable(f"{summary}; embeddings in {folder}"))
-    distributed.barrier()
+    mined = mine_negatives.mine(
+        model,
+        data,
+        out=out,
+        form=form,
+        split=split,
+        batch_size=batch_size,
+        device=device,
+        **vars(rule),
+        **vars(columns),
+    )
+    if not distributed.is_main():
+        return
+    rows = []
+    for name, count in vars(mined.counts).items():
+        rows.append({"what": name.replace("_", " "), "number": count})
+    print_table(Table("Mined", rows))
+    counts = f"{mined.counts.written:,} rows with {mined.counts.negatives:,} negatives"
+    print(printable(f"{counts} → {out}; embeddings in {mined.embeddings}"))

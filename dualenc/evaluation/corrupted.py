@@ -4,6 +4,7 @@ table."""
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ from dualenc.types import Inputs, Output, StrPath, Vectors
 
 if TYPE_CHECKING:
     from dualenc.encoders import Tower
+
+logger = logging.getLogger("dualenc.evaluation")
 
 PrepareImages = Callable[..., Inputs]
 EncodeInputs = Callable[[Inputs], Vectors]
@@ -121,6 +124,7 @@ def measure_versions(
     *,
     num_workers: int = 0,
     what: str = "images",
+    progress: bool = True,
 ) -> Vectors:
     """(n, …) what `value_of` gives for the n readable images, from their numbers and the features
     of their versions.
@@ -133,7 +137,8 @@ def measure_versions(
         value_of: from m numbers and features (m, V, C, D) to (m, …); V is 1 without augmentation.
         indices: numbers of the images.
         num_workers: processes that corrupt and augment; 0 does it in this process.
-        what: of the progress bar and of messages.
+        what: name of the pass in the progress bar and in messages.
+        progress: show a progress bar.
     """
     shape = (max(versions.views, 1), len(versions.conditions))
     own = indices[distributed.rank_slice(len(indices))]
@@ -146,12 +151,14 @@ def measure_versions(
         worker_init_fn=_one_thread,
     )
     values: list[Vectors] = []
-    with tqdm(total=len(own), desc=what, unit=" images", disable=not distributed.is_main()) as bar:
+    hidden = not (progress and distributed.is_main())
+    with tqdm(total=len(own), desc=what, unit=" images", disable=hidden) as bar:
         for rows in loader:
             readable: dict[int, Inputs] = {}
             for index, row in rows:
                 if isinstance(row, BadSample):
-                    tqdm.write(printable(f"{what}: left out {row}"))
+                    # File names and errors may hold control characters.
+                    logger.warning("%s: left out %s", what, printable(row))
                 elif isinstance(row, DualencError):
                     raise row
                 else:
@@ -219,7 +226,7 @@ def nearest_images(features: Vectors) -> Nearest:
     return np.stack(nearest, axis=1)
 
 
-def summarise(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
+def summarize_nearest(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
     """Top-1 accuracies: "top1", and "top1/NAME" of each version.
 
     `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K

@@ -31,7 +31,6 @@ def main(
         num_workers: processes that corrupt and augment.
         severity: of the corruptions, 1 to 5.
     """
-    from dualenc.commands.labelled_images import random_rows
     from dualenc.data import open_corpus
     from dualenc.data.readers.detect import default_split
     from dualenc.encoders import ImageEncoder
@@ -40,10 +39,11 @@ def main(
         SimCLRPrepare,
         measure_versions,
         nearest_versions,
-        summarise,
+        summarize_nearest,
     )
     from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
     from dualenc.types import Inputs
+    from dualenc.workflows.labeled_images import random_rows
 
     corpus = open_corpus(data, modality="image", split=default_split(data))
     source = GeneratedCorruptions(
@@ -67,7 +67,7 @@ def main(
     start = time.perf_counter()
     found = measure_versions(versions, encode, search, range(len(source)), num_workers=num_workers)
     seconds = time.perf_counter() - start
-    top1 = summarise(found, ALL)["top1"]
+    top1 = summarize_nearest(found, ALL)["top1"]
     print(
         f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}"
     )

@@ -29,7 +29,7 @@ def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
             part: [corpus[i] for i in range(min(count, len(corpus)))]
             for part, corpus in parts.items()
         }
-    from dualenc.commands.quickstart import read_docstrings
+    from dualenc.workflows.run_quickstart import read_docstrings
 
     docstrings = read_docstrings(count)
     return {

@@ -95,7 +95,7 @@ def text_task(options: Options, folder: Path) -> Task:
 def text_pairs(source: str, count: int) -> tuple[list[str], list[str]]:
     """Summaries and bodies of docstrings; or titles and texts of a corpus.jsonl, named by itself or
     its folder."""
-    from dualenc.commands.quickstart import read_docstrings
+    from dualenc.workflows.run_quickstart import read_docstrings
 
     if source == "docstrings":
         docstrings = read_docstrings(count)

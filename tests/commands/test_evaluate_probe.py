@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
-from dualenc.commands.labelled_images import open_images
 from dualenc.data import open_corpus
 from dualenc.data.labels import align_labels
 from dualenc.encoders import load_model
 from dualenc.search.embed.encode import embed
+from dualenc.workflows.labeled_images import open_images
 from tests.commands.image_models import save_splits
 from tests.commands.in_process import evaluated
 

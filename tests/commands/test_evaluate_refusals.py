@@ -58,12 +58,18 @@ REFUSALS = [
     ("zero-shot {clip} {captioned}", "no labels"),
     ("zero-shot {clip} {colours} --class-names {few.txt}", "1 class names, but there is a label 2"),
     ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
-    ("probe {text} {splits}", "is of kind query-document and encodes no images"),
+    ("probe {text} {splits}", "is of kind query-document and does not encode images"),
     ("probe {image} {flat} --train {splits}", "there are no labels"),
-    ("probe {image} {colours}", "a probe would be tested on its own images; name others: --train"),
+    (
+        "probe {image} {colours}",
+        "a probe would be tested on its own training images; name other images to train on: --train",
+    ),
     ("probe {image} {splits} --split train", "name others: --train"),
     ("probe {image} {colours} --train {colours}/../colours/", "name others: --train"),
-    ("corrupted {image} {colours} --train {colours}/", "a probe would be tested on its own images"),
+    (
+        "corrupted {image} {colours} --train {colours}/",
+        "a probe would be tested on its own training images",
+    ),
     ("probe {image} {few.txt}", "name others: --train"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
     (

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dualenc.commands.evaluate_zero_shot import _class_names
 from dualenc.data.store.vector_shards import Embeddings
+from dualenc.workflows.evaluate_zero_shot import _name_classes
 from tests.commands.image_models import HUES, save_classes
 from tests.commands.in_process import evaluated, failure
 
@@ -78,15 +78,16 @@ def test_class_names_from_a_file(
 
 @pytest.mark.parametrize("labels", [[1, 2, 3], [2, 1, 3, 3]])
 def test_class_numbers_may_begin_at_one(
-    labels: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    labels: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in the labels of flowers, cars and birds."""
     (tmp_path / "names.txt").write_text("rose\nlily\ntulip\n")
-    names, numbers = _class_names(str(tmp_path / "names.txt"), None, np.array(labels), "data")
+    caplog.set_level("INFO", "dualenc.workflows")
+    names, numbers = _name_classes(str(tmp_path / "names.txt"), None, np.array(labels), "data")
     assert [names[number] for number in numbers] == [
         ["rose", "lily", "tulip"][label - 1] for label in labels
     ]
-    assert "the first name is that of class 1" in capsys.readouterr().out
+    assert "the first name is that of class 1" in caplog.text
 
 
 def test_class_names_behind_the_ids_of_the_folders(toy_clip: Path, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dualenc.commands import quickstart as command
-from dualenc.commands.quickstart import Docstring, read_docstrings, write_collection
 from dualenc.data import BeirPairs, read_beir
 from dualenc.errors import DualencError
+from dualenc.workflows import run_quickstart
+from dualenc.workflows.run_quickstart import Docstring, read_docstrings, write_collection
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_documents_that_leave_no_batch_to_train_on_are_refused_before_any_work(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(DualencError, match="--max-docs is 177; it must be at least 178"):
-        command.quickstart(out=str(tmp_path / "out"), max_docs=177, test_docs=50)
+        run_quickstart.quickstart(out=str(tmp_path / "out"), max_docs=177, test_docs=50)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,11 +81,11 @@ def test_steps_follow_the_speed_of_the_machine_and_the_model_stays_as_it_is(
         tmp_path, [Docstring(f"f{n}", f"Compute number {n}.", "More.") for n in range(300)], 50
     )
     pairs = BeirPairs(tmp_path, "train")
-    model = command.new_model(pairs.corpus.items)
+    model = run_quickstart.new_model(pairs.corpus.items)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     clock = itertools.count(0, seconds)
-    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert command.affordable_steps(model, pairs, 0) == expected
+    monkeypatch.setattr(run_quickstart, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert run_quickstart.affordable_steps(model, pairs, 0) == expected
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dualenc.commands.report import read_run
 from dualenc.training import RetrievalEvaluator
+from dualenc.workflows.training_report import read_run
 from tests.commands.in_process import failure, run
 from tests.training.fakes import tiny_pairs
 from tests.training.runs import train

@@ -1,0 +1,135 @@
+"""Labeled images for evaluations: open them, and embed their features."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dualenc.data import Corpus, open_corpus
+from dualenc.data.labels import rows_with_label
+from dualenc.data.readers.detect import detect
+from dualenc.data.readers.images import split_folder
+from dualenc.data.store.items import rows_of
+from dualenc.encoders import Tower, load_model
+from dualenc.errors import DualencError
+from dualenc.workflows.evaluation_folder import EvaluationFolder
+from dualenc.workflows.session import recorded_name
+
+
+def random_rows(total: int, limit: int | None, seed: int) -> np.ndarray:
+    """Return all row numbers below `total`, or a random sample of `limit`, ascending.
+
+    Random, because files are often sorted by class.
+    """
+    return np.sort(np.random.default_rng(seed).permutation(total)[:limit])
+
+
+def open_images(
+    data: str,
+    split: str,
+    label_column: str | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Corpus:
+    """Open images and their labels, if there are any.
+
+    If some images have labels, those without are left out, counted and logged.
+
+    Args:
+        data: images: a table, a hub name, or a folder of class folders.
+        split: split of a data set that has several.
+        label_column: column of a table; by default `label`.
+        limit: open a random subset of this many images.
+        seed: random seed of the subset.
+
+    Raises:
+        DualencError: if the data holds texts or vectors.
+    """
+    images = open_corpus(data, modality="image", split=split, label_column=label_column)
+    if images.modality != "image":
+        raise DualencError(f"holds {images.modality}", fix="give images", where=data)
+    if images.labels is not None:
+        rows = rows_with_label(images.labels, data, images.ids)
+        images = images if len(rows) == len(images) else images.take(rows)
+    if limit is None or limit >= len(images):
+        return images
+    return images.take(random_rows(len(images), limit, seed))
+
+
+def require_other_images(train: str, train_split: str, data: str, split: str) -> None:
+    """Raise if a probe would be tested on the images that it was trained on."""
+    parts: set[Any] = {train_split, split}
+    is_same = recorded_name(train) == recorded_name(data)
+    if is_same and detect(data) == "images":
+        # Two split names may lead to one folder, if the folder has no splits.
+        parts = {split_folder(data, part) for part in parts}
+    if is_same and len(parts) == 1:
+        raise DualencError(
+            "a probe would be tested on its own training images",
+            fix="name other images to train on: --train",
+            where=data,
+        )
+
+
+def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> np.ndarray:
+    """Return the (N,) labels of a corpus that `open_images` opened.
+
+    Args:
+        corpus: N images.
+        what: name of the images in errors.
+        for_training: require two classes or more.
+
+    Raises:
+        DualencError: if there are no labels, or too few classes.
+    """
+    if corpus.labels is None:
+        raise DualencError(
+            "there are no labels",
+            fix="name their column with --label-column, or use class folders",
+            where=what,
+        )
+    if for_training and len(np.unique(corpus.labels)) < 2:
+        raise DualencError(
+            "all images are of one class", fix="a probe needs two or more", where=what
+        )
+    return corpus.labels
+
+
+def labeled_features(
+    evaluation: EvaluationFolder,
+    part: str,
+    tower: Tower,
+    corpus: Corpus,
+    labels: np.ndarray,
+    **options: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return features (N, D) and labels (N,) of the images that could be read.
+
+    Args:
+        evaluation: output folder; the features are stored below `features/PART`.
+        part: name of the part, "train" or "test".
+        tower: image tower.
+        corpus: images.
+        labels: their class numbers.
+        options: arguments of `dualenc.workflows.session.embed_into`.
+    """
+    embedded = evaluation.embed_items(
+        f"features/{part}", tower, corpus, output="features", **options
+    )
+    return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]
+
+
+def open_image_tower(evaluation: EvaluationFolder) -> Tower:
+    """Load the image tower of a model of kind image or image-text, in evaluation mode."""
+    encoder = load_model(evaluation.model, device=str(evaluation.device))
+    if encoder.left.modality != "image":
+        raise DualencError(
+            f"is of kind {encoder.kind} and does not encode images",
+            fix="give a model of kind image",
+            where=evaluation.model,
+        )
+    encoder.eval()
+    evaluation.check_weights(encoder.left)
+    return encoder.left
