@@ -10,7 +10,7 @@ from typing import Any
 from comparison_table import Runs
 from matplotlib.figure import Figure
 
-from dualenc.evaluation.plots import COLOURS, as_svg
+from dualenc.evaluation.plots import COLORS, as_svg
 from dualenc.evaluation.report_page import Table, print_table
 
 RESULTS = Path("eval/results/adapting.jsonl")
@@ -120,7 +120,7 @@ def draw(shares: Sequence[dict[str, Any]], path: Path) -> None:
     95 % intervals."""
     tasks = list(dict.fromkeys(one["settings"]["task"] for one in shares))
     measured = list(dict.fromkeys(one["settings"]["on"] for one in shares))
-    colour_of = dict(zip(measured, COLOURS))
+    colour_of = dict(zip(measured, COLORS))
     figure = Figure(figsize=(3.6 * len(tasks), 3.4), layout="constrained")
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
         for other in measured:

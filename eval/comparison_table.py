@@ -18,7 +18,7 @@ import torch
 from matplotlib.figure import Figure
 
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.evaluation.plots import COLOURS, as_svg, lines
+from dualenc.evaluation.plots import COLORS, as_svg, lines
 from dualenc.evaluation.report_page import Table, print_table
 
 RESULTS = Path("eval/results/small_batch.jsonl")
@@ -281,7 +281,7 @@ def draw_headline(rows: Sequence[Row], path: Path) -> None:
     three objectives."""
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.add_subplot()
-    for colour, (name, label) in zip(COLOURS, HEADLINE.items(), strict=False):
+    for colour, (name, label) in zip(COLORS, HEADLINE.items(), strict=False):
         points = [row for row in rows if row.objective == name]
         sizes = [row.batch_size for row in points]
         means = [row.mean("test") for row in points]
@@ -358,7 +358,7 @@ def draw_gaps(by_length: dict[tuple[str, int], list[Row]], runs: Runs, path: Pat
     for axes, (panel, curves) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
-        for colour, name in zip(COLOURS, GAPS_OF, strict=False):
+        for colour, name in zip(COLORS, GAPS_OF, strict=False):
             points = sorted(curves.get(name, {}).items())
             axes.plot(
                 *zip(*points), marker="o", markersize=4, color=colour, label=name

@@ -18,7 +18,7 @@ from comparison_table import Row, Runs, rows_of
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dualenc.evaluation.plots import COLOURS, as_svg
+from dualenc.evaluation.plots import COLORS, as_svg
 
 FINE_TUNING = Path("eval/results/small_fine_tuning.jsonl")
 MEMORY = Path("eval/results/fine_tuning_memory.jsonl")
@@ -68,7 +68,7 @@ def main(task: str, figure: Path, results: Path = FINE_TUNING, memory: Path = ME
     ]
     canvas = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = canvas.add_subplot()
-    for colour, name in zip(COLOURS, DRAWN, strict=False):
+    for colour, name in zip(COLORS, DRAWN, strict=False):
         drawn = [row for row in rows if row.objective == name]
         if drawn:
             draw_objective(axes, drawn, megabytes, colour)

@@ -1,5 +1,4 @@
-"""Corruption robustness: encoding of corrupted versions, retrieval of the other view, and the
-table."""
+"""Corruption robustness: encode corrupted versions, retrieve the other view, and compute errors."""
 
 from __future__ import annotations
 
@@ -42,41 +41,62 @@ VERSIONS_PER_FORWARD = 256
 
 
 class SimCLRPrepare:
-    """SimCLR's augmentation at the size of a tower's input, before the tower's preprocessing;
-    picklable."""
+    """SimCLR's augmentation, followed by the preprocessing of a tower. Picklable for workers.
+
+        prepare = SimCLRPrepare(tower.prepare)
+        inputs = prepare([image, image], seeds=[0, 1])
+
+    Args:
+        prepare: preprocessing of the tower, whose input size the crops get.
+    """
 
     def __init__(self, prepare: PrepareImages) -> None:
         self.prepare = prepare
         self.augment = SimCLR(size=prepare([Image.new("RGB", (64, 64))])["image"].shape[-1])
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int]) -> Inputs:
+        """Return the inputs of one augmented view of each image."""
         views = []
         for item, seed in zip(items, seeds, strict=True):
             pixels = self.augment(item, seed).permute(1, 2, 0) * 255
+            # The tower prepares images, not tensors: (H, W, 3) bytes.
             whole = pixels.round().clamp(0, 255).to(torch.uint8)
             views.append(Image.fromarray(whole.numpy()))
         return self.prepare(views)
 
 
 def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
-    """A function from inputs of the tower to (B, D) float32 embeddings, or to the features that
-    probes use."""
+    """Return a function from inputs of the tower to (B, D) float32 vectors.
+
+    Args:
+        tower: image tower.
+        output: "embedding", or "features" for the vectors that probes use.
+    """
     device = next(tower.parameters()).device
     forward = tower.features if output == "features" else tower
 
     @torch.inference_mode()
     def encode(inputs: Inputs) -> np.ndarray:
-        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        on_device = {}
+        for name, tensor in inputs.items():
+            on_device[name] = tensor.to(device, non_blocking=True)
         return forward(on_device).float().cpu().numpy()
 
     return encode
 
 
 class ImageVersions(Dataset[Any]):
-    """Row i is image i under C conditions, prepared for a tower.
+    """Corrupted versions of images, prepared for a tower. Row i is image i under C conditions.
 
-    With V `views` above 0, each version is augmented V times, by seeds of seed, image, condition
-    and view; with 0 it is prepared as in evaluation.
+        versions = ImageVersions(source, [("fog", 1), ("snow", 1)], tower.prepare)
+
+    Args:
+        source: N images.
+        conditions: C corruptions with severities.
+        prepare: preprocessing of the tower; with `views` one that takes seeds, such as
+            `SimCLRPrepare`.
+        views: number V of augmented views of each version; 0 prepares it as in evaluation.
+        seed: random seed of the augmentation, together with image, condition and view.
     """
 
     def __init__(
@@ -98,21 +118,20 @@ class ImageVersions(Dataset[Any]):
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[int, Inputs | DualencError]:
-        """The image's number, and inputs with first dimension V·C, or the error of a bad image."""
+        """Return the image's number and inputs of V·C versions, or the error of a bad image."""
         try:
             images = [
                 self.source.image(index, name, severity) for name, severity in self.conditions
             ]
         except DualencError as error:
-            # Returned: an error raised in a worker arrives with the worker's traceback.
+            # Returned, not raised: an error raised in a worker arrives with its traceback.
             return index, error
         if not self.views:
             return index, self.prepare(images)
-        seeds = [
-            derive_seed(self.seed, index, name, severity, view, bits=32)
-            for view in range(self.views)
-            for name, severity in self.conditions
-        ]
+        seeds = []
+        for view in range(self.views):
+            for name, severity in self.conditions:
+                seeds.append(derive_seed(self.seed, index, name, severity, view, bits=32))
         return index, self.prepare(images * self.views, seeds)
 
 
@@ -126,19 +145,26 @@ def measure_versions(
     what: str = "images",
     progress: bool = True,
 ) -> Vectors:
-    """(n, …) what `value_of` gives for the n readable images, from their numbers and the features
-    of their versions.
+    """Encode versions of images, and compute a value of each image from them.
 
-    About 256 versions are encoded at a time, in order; the same for any number of workers.
-    Processes share the images. Images that cannot be read are left out and named.
+    About 256 versions are encoded at a time, in order; results do not depend on the number of
+    workers. Processes share the images. Unreadable images are left out and logged.
 
     Args:
-        versions, encode: what to encode, and inputs with first dimension B to (B, D).
-        value_of: from m numbers and features (m, V, C, D) to (m, …); V is 1 without augmentation.
+        versions: prepared versions of the images.
+        encode: function of inputs of B versions to (B, D) vectors.
+        value_of: function of m image numbers and features (m, V, C, D) to (m, …); V is 1 without
+            augmentation.
         indices: numbers of the images.
-        num_workers: processes that corrupt and augment; 0 does it in this process.
+        num_workers: number of processes that corrupt and augment; 0 does it in this process.
         what: name of the pass in the progress bar and in messages.
         progress: show a progress bar.
+
+    Returns:
+        (n, …) values of the n readable images.
+
+    Raises:
+        DualencError: if no image can be read.
     """
     shape = (max(versions.views, 1), len(versions.conditions))
     own = indices[distributed.rank_slice(len(indices))]
@@ -165,19 +191,21 @@ def measure_versions(
                     readable[index] = row
             if readable:
                 parts = list(readable.values())
-                encoded = encode(
-                    {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-                )
-                values.append(value_of(list(readable), encoded.reshape(len(parts), *shape, -1)))
+                # One forward pass of all versions: (m · V · C, D).
+                inputs = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+                features = encode(inputs).reshape(len(parts), *shape, -1)
+                values.append(value_of(list(readable), features))
             bar.update(len(rows))
     blocks = [block for part in distributed.gather_objects(values) for block in part]
     if not blocks:
-        raise DualencError(f"{what}: none of {len(indices)} images can be read; check the data")
+        raise DualencError(
+            f"none of {len(indices)} images can be read", fix="check the data", where=what
+        )
     return np.concatenate(blocks)
 
 
 def _one_thread(worker: int) -> None:
-    """OpenCV's threads do not survive a fork and would compete with the other workers."""
+    """Turn off OpenCV's threads, which break in forked workers and compete with them."""
     if importlib.util.find_spec("cv2") is not None:
         importlib.import_module("cv2").setNumThreads(0)
 
@@ -187,82 +215,100 @@ TIE = -1
 
 
 def nearest_versions(features: Vectors) -> Nearest:
-    """Which version each view finds among the views of the other kind of its image, by cosine.
+    """Find the nearest version of each view among the other views of its image, by cosine.
 
     Args:
         features: (n, 2, K, D) first and second views of K versions of n images; scaled to unit norm
             here.
 
     Returns:
-        (n, 2, K) numbers of versions, found by first views among the second ones, and by second
-        among first; −1 for a
-        tie: an encoder that maps everything to one point finds nothing.
+        (n, 2, K) numbers of versions: those that first views find among second views, and second
+        among first. −1 for a tie.
     """
-    rows = unit_rows(features.reshape(-1, features.shape[-1]), "embeddings").reshape(features.shape)
+    flat = features.reshape(-1, features.shape[-1])
+    rows = unit_rows(flat, "embeddings").reshape(features.shape)
+    # (n, K, K): first views against second views.
     similarities = rows[:, 0] @ rows[:, 1].swapaxes(1, 2)
     nearest = []
     for scores in (similarities, similarities.swapaxes(1, 2)):
-        # An encoder that maps everything to one point must not win by argmax's choice of the first.
-        tied = (scores == scores.max(axis=2, keepdims=True)).sum(axis=2) > 1
-        nearest.append(np.where(tied, TIE, scores.argmax(axis=2)))
+        # A collapsed encoder must not win because argmax takes the first of equal scores.
+        best = scores.max(axis=2, keepdims=True)
+        is_tied = (scores == best).sum(axis=2) > 1
+        nearest.append(np.where(is_tied, TIE, scores.argmax(axis=2)))
     return np.stack(nearest, axis=1)
 
 
 def nearest_images(features: Vectors) -> Nearest:
-    """Which image each view finds among the views of the other kind of all images, by cosine; exact
-    search by FAISS.
+    """Find the nearest image of each view among the other views of all images, by cosine.
 
-    `features` are (N, 2, D) first and second views, scaled to unit norm here. Returns (N, 2)
-    numbers of images, −1 for a tie: as `nearest_versions`.
+    Args:
+        features: (N, 2, D) first and second views; scaled to unit norm here.
+
+    Returns:
+        (N, 2) numbers of images, −1 for a tie, as in `nearest_versions`.
+
+    Raises:
+        DualencError: if there is only one image.
     """
     if len(features) < 2:
-        raise DualencError("one image cannot be found among others; give two or more")
+        raise DualencError("one image cannot be found among others", fix="give two or more")
     first = unit_rows(features[:, 0], "embeddings")
     second = unit_rows(features[:, 1], "embeddings")
     nearest = []
     for queries, items in ((first, second), (second, first)):
+        # The two best: equal scores are a tie.
         scores, rows = faiss.knn(queries, items, 2, faiss.METRIC_INNER_PRODUCT)
-        nearest.append(np.where(scores[:, 0] > scores[:, 1], rows[:, 0], TIE))
+        is_clear = scores[:, 0] > scores[:, 1]
+        nearest.append(np.where(is_clear, rows[:, 0], TIE))
     return np.stack(nearest, axis=1)
 
 
 def summarize_nearest(nearest: Nearest, versions: Sequence[str] = ()) -> dict[str, float]:
-    """Top-1 accuracies: "top1", and "top1/NAME" of each version.
+    """Return top-1 accuracies: "top1", and "top1/NAME" of each version.
 
-    `nearest` is (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions` with the names of K
-    versions.
+    Args:
+        nearest: (N, 2) of `nearest_images`, or (N, 2, K) of `nearest_versions`.
+        versions: names of the K versions.
     """
+    # The correct answer is the image's own number, or the version's.
     own = np.arange(len(nearest))[:, None]
     if nearest.ndim == 3:
         own = np.arange(nearest.shape[2])
     hits = nearest == own
-    by_version = {f"top1/{name}": float(hits[:, :, k].mean()) for k, name in enumerate(versions)}
-    return {"top1": float(hits.mean()), **by_version}
+    scores = {"top1": float(hits.mean())}
+    for number, name in enumerate(versions):
+        scores[f"top1/{name}"] = float(hits[:, :, number].mean())
+    return scores
 
 
 def corruption_errors(
     errors: Mapping[str, Sequence[float]],
     baseline: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return CE of each corruption (Hendrycks & Dietterich 2019, arXiv:1903.12261, section 4.3).
+    """Return the corruption error CE of each corruption of the benchmark.
 
-    CE_c = Σ_s E_{s,c} / Σ_s E^baseline_{s,c}; the mean over corruptions is the mean corruption
-    error (mCE), with AlexNet as the baseline. The four corruptions for validation have none.
+    CE_c = Σ_s E_{s,c} / Σ_s E^baseline_{s,c} (Hendrycks & Dietterich 2019, arXiv 1903.12261,
+    section 4.3). The mean over corruptions is the mean corruption error (mCE), with AlexNet as the
+    baseline in the literature.
 
     Args:
         errors: error rates from 0 to 1 by corruption, one for each severity.
-        baseline: mean error rate over the same severities by corruption, of `read_baseline`.
+        baseline: mean error rate over the same severities by corruption, as of `read_baseline`.
 
     Raises:
-        DualencError: the baseline lacks a corruption, or makes no errors under one.
+        DualencError: if the baseline lacks a corruption, or its error rate is 0.
     """
+    # The four validation corruptions are not part of the mean corruption error.
     tested = [name for name in errors if name in BENCHMARK]
     if not tested:
-        raise DualencError("the baseline is for corruptions of the benchmark, and none is tested")
+        raise DualencError(
+            "the baseline is for corruptions of the benchmark",
+            fix="test at least one of them",
+        )
     for name in tested:
         if not baseline.get(name):
-            problem = "makes no errors" if name in baseline else "has no errors"
-            raise DualencError(f"the baseline {problem} under {name}; name a baseline for it")
+            problem = "has an error rate of 0" if name in baseline else "lacks an error rate"
+            raise DualencError(f"the baseline {problem} under {name}", fix="give another baseline")
     return {name: float(np.mean(errors[name])) / baseline[name] for name in tested}
 
 
@@ -272,6 +318,9 @@ def read_baseline(path: StrPath) -> dict[str, float]:
     Args:
         path: metrics.json of an evaluation, or {"fog": [e₁, …, e₅], …}, with the error rate of each
             of the five severities or their mean.
+
+    Raises:
+        DualencError: if a rate is invalid, or there is none.
     """
     content = read_json_object(path)
     values = content.get("robustness", content)
@@ -280,31 +329,53 @@ def read_baseline(path: StrPath) -> dict[str, float]:
     means = {}
     for name in BENCHMARK:
         if name in values:
-            rates = values[name]
-            if isinstance(rates, dict):
-                rates = [rates.get(str(severity)) for severity in SEVERITIES]
-            rates = rates if isinstance(rates, list) else [rates] * len(SEVERITIES)
+            rates = _rates_by_severity(values[name])
             if len(rates) != len(SEVERITIES) or not all(map(_is_rate, rates)):
-                form = "an error rate from 0 to 1 for each of the five severities, or their mean"
-                raise DualencError(f"{path}: {name!r} is {values[name]!r}; give {form}")
+                raise DualencError(
+                    f"{name!r} is {values[name]!r}",
+                    fix="give an error rate from 0 to 1 for each of the five severities, "
+                    "or their mean",
+                    where=path,
+                )
             means[name] = float(np.mean(rates))
     if not means:
-        raise DualencError(f'{path}: has no errors by corruption; give {{"fog": [0.3, …], …}}')
+        raise DualencError(
+            "does not contain error rates by corruption",
+            fix='give {"fog": [0.3, …], …}',
+            where=path,
+        )
     return means
 
 
+def _rates_by_severity(rates: Any) -> list[Any]:
+    """Return a list of rates from {"1": rate, …}, a list, or their mean."""
+    if isinstance(rates, dict):
+        return [rates.get(str(severity)) for severity in SEVERITIES]
+    return rates if isinstance(rates, list) else [rates] * len(SEVERITIES)
+
+
 def _is_rate(value: object) -> bool:
+    """Return True for a number from 0 to 1."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def robustness_rows(
     errors: Vectors, corruptions: Sequence[str], severities: Sequence[int]
 ) -> list[dict[str, str | float]]:
-    """Table rows from (K, S) error rates: accuracies of each corruption and their mean, and a last
-    row of means."""
+    """Return table rows of accuracies: one for each corruption, and a last one of means.
+
+    Args:
+        errors: (K, S) error rates.
+        corruptions: names of the K corruptions.
+        severities: the S severities.
+    """
     rows: list[dict[str, str | float]] = []
-    accuracies = np.concatenate([1 - errors, (1 - errors).mean(axis=0, keepdims=True)])
-    for name, row in zip([*corruptions, "mean"], accuracies):
-        cells = {f"severity {severity}": float(value) for severity, value in zip(severities, row)}
-        rows.append({"corruption": name, **cells, "mean": float(row.mean())})
+    accuracies = 1 - errors
+    means = accuracies.mean(axis=0, keepdims=True)
+    for name, values in zip([*corruptions, "mean"], np.concatenate([accuracies, means])):
+        row: dict[str, str | float] = {"corruption": name}
+        for severity, value in zip(severities, values):
+            row[f"severity {severity}"] = float(value)
+        row["mean"] = float(values.mean())
+        rows.append(row)
     return rows

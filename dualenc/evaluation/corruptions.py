@@ -1,9 +1,8 @@
-"""Image corruptions (Hendrycks & Dietterich 2019), each a pure function of image, name, severity
-and seed.
+"""Image corruptions, each a pure function of image, name, severity and seed.
 
-The strengths are those of ImageNet-C, made for 224 px. CIFAR-C and Tiny-ImageNet-C were made with
-weaker ones for their smaller images: compare with published numbers on those files
-(`read_corrupted`), not on images corrupted here.
+Source: Hendrycks & Dietterich 2019, arXiv 1903.12261. The strengths are those of ImageNet-C, for
+224 px. CIFAR-C and Tiny-ImageNet-C use weaker ones for their smaller images: compare with published
+numbers on those files (`read_corrupted`), not on images corrupted here.
 """
 
 from __future__ import annotations
@@ -27,29 +26,54 @@ from dualenc.types import Integers, Items, one_or_several
 Pixels = npt.NDArray[np.uint8]
 
 ALL: tuple[str, ...] = (
-    "gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow",
-    "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression",
-    "speckle_noise", "gaussian_blur", "spatter", "saturate",
-)  # fmt: skip
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+    # For validation.
+    "speckle_noise",
+    "gaussian_blur",
+    "spatter",
+    "saturate",
+)
 """The 15 corruptions of the benchmark, and four for validation."""
 BENCHMARK = ALL[:15]
-"""Those that a mean corruption error is over."""
+"""Corruptions that the mean corruption error averages."""
 
 SEVERITIES: tuple[int, ...] = (1, 2, 3, 4, 5)
 MIN_SIDE = 32
 CIFAR = ".npy"
 TINY_IMAGENET = "/1"
-"""What follows a corruption's name in the folder. A folder alone proves nothing: "snow" may be a
-class of images."""
+"""Suffixes of a corruption's name in a folder. "snow/1" and not "snow", which may be a class."""
 
-# These two take a seed, and draw one from the operating system by default.
+# These two take a seed; without one they draw it from the operating system.
 _OWN_GENERATOR = ("impulse_noise", "glass_blur")
 # All threads share numpy's global generator.
 _LOCK = threading.Lock()
 
 
 class CorruptedImages:
-    """Corrupted versions of the same N images; (N,) labels and class names where known."""
+    """Corrupted versions of the same N images. Base class of all sources.
+
+        source = read_corrupted("CIFAR-10-C")
+        image = source.image(0, "fog", severity=3)
+
+    Attributes:
+        corruptions: names of the corruptions.
+        labels: (N,) class numbers, if known.
+        class_names: names of the classes, if known.
+    """
 
     corruptions: tuple[str, ...]
     labels: Integers | None = None
@@ -59,12 +83,20 @@ class CorruptedImages:
         raise NotImplementedError
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        """Version of image `index` (0…N−1) under a corruption at a severity (1…5), RGB."""
+        """Return the version of image `index` (0…N−1) at a severity (1…5), in RGB."""
         raise NotImplementedError
 
 
 class CleanImages(CorruptedImages):
-    """Uncorrupted images as a `CorruptedImages`, the same under every corruption."""
+    """Images that are the same under every corruption. For accuracy on clean images.
+
+        source = CleanImages(corpus.items, corpus.labels, corpus.class_names)
+
+    Args:
+        images: N images.
+        labels: (N,) class numbers.
+        class_names: names of the classes.
+    """
 
     def __init__(
         self, images: Items, labels: Integers | None = None, class_names: list[str] | None = None
@@ -81,7 +113,15 @@ class CleanImages(CorruptedImages):
 
 
 class GeneratedCorruptions(CorruptedImages):
-    """Corruptions generated on the fly from images of at least 32 × 32; picklable if `clean` is."""
+    """Corruptions generated on the fly from images of at least 32 × 32. Picklable if `clean` is.
+
+        source = GeneratedCorruptions(clean, ["fog", "snow"], seed=0)
+
+    Args:
+        clean: N clean images.
+        corruptions: names from `ALL`.
+        seed: random seed.
+    """
 
     def __init__(self, clean: CleanImages, corruptions: Sequence[str] = ALL, *, seed: int = 0):
         corruptions = tuple(one_or_several(corruptions))
@@ -98,39 +138,42 @@ class GeneratedCorruptions(CorruptedImages):
         return len(self.clean)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        # Decoded once for all its corruptions.
+        # An image is decoded once for all its corruptions, which are requested in a row.
         if self._last is None or self._last[0] != index:
             self._last = (index, np.asarray(self.clean.image(index, "clean", 1)))
-        return Image.fromarray(
-            corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
-        )
+        pixels = corrupt(self._last[1], corruption, severity, image_id=index, seed=self.seed)
+        return Image.fromarray(pixels)
 
 
 def corrupt(
     image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0
 ) -> Pixels:
-    """One corrupted version of an image, (H, W, 3) uint8, both sides at least 32: a pure function
-    of the arguments.
+    """Return a corrupted version of an image, as a pure function of the arguments.
 
     The package `imagecorruptions-imaug` (extra `corruptions`) draws from numpy's global generator,
-    from fresh ones of scikit-image and numpy, and from numba's own. All are seeded here, and the
-    global one restored afterwards.
+    from new generators of scikit-image and numpy, and from numba's own. All are seeded here, and
+    the global one is restored afterwards.
 
     Args:
-        image, corruption: RGB pixels, and a name from `ALL`.
+        image: (H, W, 3) uint8 RGB pixels, both sides at least 32.
+        corruption: name from `ALL`.
         severity: 1 (weak) to 5.
         image_id: stable id of the image; different images get different noise.
-        seed: of the whole evaluation.
+        seed: random seed of the whole evaluation.
+
+    Raises:
+        DualencError: if the name is unknown, the image too small, or the package missing.
     """
     function = _function(corruption)
-    if min(image.shape[:2]) < MIN_SIDE:
-        height, width = image.shape[:2]
+    height, width = image.shape[:2]
+    if min(height, width) < MIN_SIDE:
         raise DualencError(
-            f"image {image_id} is {width}x{height}; corruptions need 32x32, resize the images first"
+            f"image {image_id} is {width}x{height}; corruptions need 32x32",
+            fix="resize the images first",
         )
     own_seed = derive_seed(seed, image_id, corruption, severity, bits=32)
     keywords = {"seed": own_seed} if corruption in _OWN_GENERATOR else {}
-    # Spatter without a drop, on small images, is 0/0.
+    # Spatter divides 0 by 0 if no drop falls on a small image.
     with _LOCK, np.errstate(divide="ignore", invalid="ignore"):
         before = np.random.get_state()  # noqa: NPY002
         np.random.seed(own_seed)  # noqa: NPY002
@@ -138,41 +181,61 @@ def corrupt(
             values = np.asarray(function(Image.fromarray(image), severity, **keywords))
         finally:
             np.random.set_state(before)  # noqa: NPY002
+    # Pixels that are NaN stay clean.
     return np.where(np.isfinite(values), values, image).astype(np.uint8)
 
 
 def _function(corruption: str) -> Callable[..., Any]:
-    """The corruption of `imagecorruptions`."""
+    """Return the function of `imagecorruptions`."""
     if corruption not in ALL:
         raise DualencError(
-            f"unknown corruption {corruption}{nearest(corruption, ALL)}; choose from {', '.join(ALL)}"
+            f"unknown corruption {corruption}{nearest(corruption, ALL)}",
+            fix=f"choose from {', '.join(ALL)}",
         )
     # An optional package, which imports numba.
     try:
         import imagecorruptions
     except ImportError:
-        needed = "making corrupted images needs the package imagecorruptions-imaug"
-        raise DualencError(f"{needed}: pip install 'dualenc[corruptions]'") from None
+        raise DualencError(
+            "making corrupted images needs the package imagecorruptions-imaug: "
+            "pip install 'dualenc[corruptions]'"
+        ) from None
     return imagecorruptions.corruption_dict[corruption]
 
 
 def is_corrupted_folder(path: str | Path) -> bool:
-    """Whether a folder looks like CIFAR-C or Tiny-ImageNet-C: a file or folder is named after a
-    corruption."""
+    """Return True if a folder looks like CIFAR-C or Tiny-ImageNet-C, by the names in it.
+
+    Args:
+        path: folder.
+    """
     return bool(_available(Path(path), CIFAR) or _available(Path(path), TINY_IMAGENET))
 
 
 def read_corrupted(path: str | Path, corruptions: Sequence[str] = ()) -> CorruptedImages:
-    """Open a CIFAR-C or Tiny-ImageNet-C folder; `corruptions` are names to read, by default all in
-    the folder."""
-    return (CifarC if _available(Path(path), CIFAR) else TinyImageNetC)(path, corruptions)
+    """Open a CIFAR-C or Tiny-ImageNet-C folder.
+
+    Args:
+        path: folder.
+        corruptions: names to read; by default all in the folder.
+    """
+    if _available(Path(path), CIFAR):
+        return CifarC(path, corruptions)
+    return TinyImageNetC(path, corruptions)
 
 
 class CifarC(CorruptedImages):
-    """CIFAR-10-C or CIFAR-100-C: `labels.npy`, and `<corruption>.npy` of (5N, 32, 32, 3) uint8, N
-    per severity.
+    """CIFAR-10-C or CIFAR-100-C. Pixels are memory-mapped; the object pickles to its paths.
 
-    Pixels are memory-mapped; the object pickles to its paths.
+        source = CifarC("CIFAR-10-C", ["fog"])
+
+    Args:
+        path: folder with labels.npy, and for each corruption `<corruption>.npy` of
+            (5N, 32, 32, 3) uint8 pixels, N images per severity.
+        corruptions: names to read; by default all in the folder.
+
+    Raises:
+        DualencError: if a file is missing or has another shape.
     """
 
     labels: Integers
@@ -182,21 +245,22 @@ class CifarC(CorruptedImages):
         self.corruptions = _choose(self.path, CIFAR, corruptions)
         labels = _read_npy(self.path / "labels.npy").reshape(-1)
         num_images = len(labels) // len(SEVERITIES)
-        if num_images == 0 or not np.array_equal(
-            labels, np.tile(labels[:num_images], len(SEVERITIES))
-        ):
-            problem = f"{len(labels)} labels are no five equal blocks, one per severity"
-            raise DualencError(f"{self.path}/labels.npy: {problem}; download the folder again")
+        repeated = np.tile(labels[:num_images], len(SEVERITIES))
+        if num_images == 0 or not np.array_equal(labels, repeated):
+            raise DualencError(
+                f"{len(labels)} labels are not five equal blocks, one per severity",
+                fix="download the folder again",
+                where=f"{self.path}/labels.npy",
+            )
         for name in self.corruptions:
             pixels = _read_npy(self.path / f"{name}.npy")
-            if (
-                pixels.ndim != 4
-                or pixels.shape[::3] != (len(labels), 3)
-                or pixels.dtype != np.uint8
-            ):
-                problem = f"{pixels.dtype} of shape {pixels.shape}"
+            is_image = pixels.ndim == 4 and pixels.shape[::3] == (len(labels), 3)
+            if not is_image or pixels.dtype != np.uint8:
                 raise DualencError(
-                    f"{self.path}/{name}.npy: {problem}; uint8 ({len(labels)}, H, W, 3) belongs"
+                    f"is {pixels.dtype} of shape {pixels.shape}, "
+                    f"not uint8 ({len(labels)}, H, W, 3)",
+                    fix="download the file again",
+                    where=f"{self.path}/{name}.npy",
                 )
         self.labels = labels[:num_images].astype(np.int64)
 
@@ -204,13 +268,24 @@ class CifarC(CorruptedImages):
         return len(self.labels)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        # `range` checks the index, which would otherwise read another severity.
         row = (severity - 1) * len(self) + range(len(self))[index]
-        return Image.fromarray(np.array(_read_npy(self.path / f"{corruption}.npy")[row]))
+        pixels = _read_npy(self.path / f"{corruption}.npy")[row]
+        return Image.fromarray(np.array(pixels))
 
 
 class TinyImageNetC(CorruptedImages):
-    """Tiny-ImageNet-C (and ImageNet-C): `<corruption>/<severity>/<class>/<name>.JPEG`, the same
-    names in each."""
+    """Tiny-ImageNet-C or ImageNet-C. Every corruption and severity has the same file names.
+
+        source = TinyImageNetC("Tiny-ImageNet-C", ["fog"])
+
+    Args:
+        path: folder with `<corruption>/<severity>/<class>/<name>.JPEG` files.
+        corruptions: names to read; by default all in the folder.
+
+    Raises:
+        DualencError: if there are no images.
+    """
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):
         self.path = Path(path)
@@ -219,10 +294,11 @@ class TinyImageNetC(CorruptedImages):
         files = [file for file in folder.glob("*/*") if is_image(file)]
         self.names = sorted(f"{file.parent.name}/{file.name}" for file in files)
         if not self.names:
-            raise DualencError(f"{folder}: no <class>/<name>.JPEG files; download the folder again")
-        classes, self.labels = np.unique(
-            [name.split("/")[0] for name in self.names], return_inverse=True
-        )
+            raise DualencError(
+                "no <class>/<name>.JPEG files", fix="download the folder again", where=folder
+            )
+        class_of_image = [name.split("/")[0] for name in self.names]
+        classes, self.labels = np.unique(class_of_image, return_inverse=True)
         self.class_names = classes.tolist()
 
     def __len__(self) -> int:
@@ -233,34 +309,39 @@ class TinyImageNetC(CorruptedImages):
 
 
 def _available(folder: Path, suffix: str) -> list[str]:
-    """Corruptions of the folder in the benchmark's order."""
+    """Return the corruptions in a folder, in the benchmark's order."""
     return [name for name in ALL if (folder / f"{name}{suffix}").exists()]
 
 
 def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, ...]:
-    """The requested corruptions, by default all of the folder; one that it lacks is an error."""
+    """Return the requested corruptions, by default all in the folder; raise if one is missing."""
     available = _available(folder, suffix)
     chosen = tuple(one_or_several(requested)) or available or ALL[:1]
     for name in chosen:
         if name not in available:
             listed = ", ".join(available) or "none; is it CIFAR-C or Tiny-ImageNet-C?"
             raise DualencError(
-                f"{folder}/{name}{suffix}: no such file or folder; there are {listed}"
+                "no such file or folder",
+                fix=f"there are {listed}",
+                where=f"{folder}/{name}{suffix}",
             )
     return tuple(chosen)
 
 
 def _read_npy(file: Path) -> npt.NDArray[Any]:
+    """Map an array of a regular file into memory."""
     try:
         open_regular(file).close()
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise DualencError(f"{file}: no such file; is the folder complete?") from None
+        raise DualencError("no such file", fix="is the folder complete?", where=file) from None
     except DualencError:
         raise
     except Exception as error:
-        # Of any type: a damaged header is evaluated as Python literals. numpy's own message names
+        # Any type: numpy evaluates a damaged header as Python literals, and its message names
         # parser objects.
         raise DualencError(
-            f"{file}: not a whole .npy file ({type(error).__name__}); download it again"
+            f"not a complete .npy file ({type(error).__name__})",
+            fix="download it again",
+            where=file,
         ) from None

@@ -1,4 +1,7 @@
-"""Image-text retrieval in both directions, with any number of captions per image."""
+"""Image-text retrieval in both directions, with any number of captions per image.
+
+Captions are matched with images by ids, because unreadable items have no embedding.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,16 @@ from dualenc.types import Integers, Vectors
 
 
 class Matched(NamedTuple):
-    """Embedded images and texts that belong together: (I,) and (T,) rows of their embeddings.
+    """Embedded images and texts of which each has a partner. `match_captions` makes it.
 
-    `captions` are for each of the I images its texts, counted among the T; `text_of_pair` (M,) is
-    for each pair its text, so that a duplicate caption is a query twice.
+        matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
+        ranks = ranks_of_pairs(image_vectors, text_vectors, matched)
+
+    Attributes:
+        image_rows: (I,) rows of the matched images among the embeddings.
+        text_rows: (T,) rows of the matched texts among the embeddings.
+        captions: for each of the I images the numbers of its texts, from 0 to T - 1.
+        text_of_pair: (M,) number of the text of each pair. A caption of two images occurs twice.
     """
 
     image_rows: Integers
@@ -30,24 +39,36 @@ class Matched(NamedTuple):
 def match_captions(
     left_id: Integers, right_id: Integers, image_ids: Sequence[int], text_ids: Sequence[int]
 ) -> Matched:
-    """Match pairs, (M,) image and text ids, with the ids of the rows of embeddings.
+    """Match pairs with the rows of embeddings; a pair without an embedded side is left out.
 
-    A pair that lost a side to a bad sample is left out.
+    Args:
+        left_id: (M,) image ids of the pairs.
+        right_id: (M,) text ids of the pairs.
+        image_ids: ids of the embedded images.
+        text_ids: ids of the embedded texts.
+
+    Raises:
+        DualencError: if no pair is left.
     """
     image_row = {number: row for row, number in enumerate(image_ids)}
     text_row = {number: row for row, number in enumerate(text_ids)}
     embedded = []
-    for image_id, text_id in zip(left_id.tolist(), right_id.tolist(), strict=True):
+    pairs = zip(left_id.tolist(), right_id.tolist(), strict=True)
+    for image_id, text_id in pairs:
         if image_id in image_row and text_id in text_row:
             embedded.append((image_row[image_id], text_row[text_id]))
     if not embedded:
-        raise DualencError("no image is left that has a caption; check the columns of the data")
+        raise DualencError(
+            "no readable image has a readable caption", fix="check the columns of the data"
+        )
+    # (M', 2) rows of the embedded images and texts, renumbered below without gaps.
     rows = np.array(embedded, np.int64)
     image_rows, image_of_pair = np.unique(rows[:, 0], return_inverse=True)
     text_rows, text_of_pair = np.unique(rows[:, 1], return_inverse=True)
     captions: list[list[int]] = [[] for _ in image_rows]
-    # A caption that a data set repeats for an image is one caption.
-    for image, text in sorted(set(zip(image_of_pair.tolist(), text_of_pair.tolist()))):
+    # Data sets may repeat a caption for the same image: it counts once.
+    distinct = set(zip(image_of_pair.tolist(), text_of_pair.tolist()))
+    for image, text in sorted(distinct):
         captions[image].append(text)
     return Matched(image_rows, text_rows, captions, text_of_pair)
 
@@ -55,12 +76,12 @@ def match_captions(
 def both_ways_ranks(
     images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]
 ) -> dict[str, Integers]:
-    """Rank of the best right answer of every image among the texts, and of every text among the
-    images.
+    """Rank the best match of every image among the texts, and of every text among the images.
 
     Args:
-        images, texts: (I, D) and (T, D) embeddings.
-        captions: for each image its texts, as rows of `texts`.
+        images: (I, D) embeddings.
+        texts: (T, D) embeddings.
+        captions: rows of the texts that belong to each image.
 
     Returns:
         "image_to_text": (I,) and "text_to_image": (T,) ranks from 1; ties count against the model.
@@ -76,17 +97,33 @@ def both_ways_ranks(
 
 
 def ranks_of_pairs(images: Vectors, texts: Vectors, matched: Matched) -> dict[str, Integers]:
-    """`both_ways_ranks` of matched embeddings; every caption is a query, as in the literature, also
-    where several images have the same one: "text_to_image" is of the M pairs."""
-    ranks = both_ways_ranks(images[matched.image_rows], texts[matched.text_rows], matched.captions)
-    return ranks | {"text_to_image": ranks["text_to_image"][matched.text_of_pair]}
+    """Rank matched embeddings both ways, with every caption as a query.
+
+    Args:
+        images: (N, D) embeddings of all images.
+        texts: (M, D) embeddings of all texts.
+        matched: rows that belong together.
+
+    Returns:
+        Ranks as of `both_ways_ranks`, but "text_to_image" has one rank per pair.
+    """
+    own_images = images[matched.image_rows]
+    own_texts = texts[matched.text_rows]
+    ranks = both_ways_ranks(own_images, own_texts, matched.captions)
+    # As in the literature, a caption that two images share is two queries.
+    ranks["text_to_image"] = ranks["text_to_image"][matched.text_of_pair]
+    return ranks
 
 
 def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5, 10)) -> Scores:
-    """Recall@k of both directions, such as "image_to_text_recall@1", and their mean "mean_recall".
+    """Return recall@k of both directions, such as "image_to_text_recall@1", and "mean_recall".
 
-    Image to text, any one of the image's captions among the first k counts, as in the literature on
-    Flickr30k and COCO (Karpathy and Fei-Fei 2015).
+    From image to text, any one of the image's captions among the first k counts, as in the
+    literature on Flickr30k and COCO (Karpathy and Fei-Fei 2015, arXiv 1412.2306).
+
+    Args:
+        ranks: ranks from 1 by direction, as of `ranks_of_pairs`.
+        cutoffs: the values of k.
     """
     scores: Scores = {}
     for direction, query_ranks in ranks.items():
@@ -98,11 +135,12 @@ def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5,
 def _shared_ranks(
     queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]
 ) -> Integers:
-    """`best_positive_ranks` shared among the processes by whole blocks, so that they are those of
-    one process."""
+    """Return `best_positive_ranks`, computed by all processes together."""
+    # Processes take whole blocks: a matrix product depends on its shape in the last bits, and the
+    # ranks must not depend on the number of processes.
     rows = rows_at_once(len(candidates))
-    blocks = distributed.rank_slice(math.ceil(len(queries) / rows))
+    num_blocks = math.ceil(len(queries) / rows)
+    blocks = distributed.rank_slice(num_blocks)
     own = slice(blocks.start * rows, blocks.stop * rows)
-    return np.concatenate(
-        distributed.gather_objects(best_positive_ranks(queries[own], candidates, positives[own]))
-    )
+    ranks = best_positive_ranks(queries[own], candidates, positives[own])
+    return np.concatenate(distributed.gather_objects(ranks))

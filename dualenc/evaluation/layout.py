@@ -1,4 +1,4 @@
-"""Layout of tables for a terminal: column widths, wrapped and shortened cells, blocks of columns.
+"""Lay out tables for a terminal: column widths, wrapped and shortened cells, blocks of columns.
 
 Widths are in terminal cells: a CJK character takes two.
 """
@@ -13,18 +13,27 @@ from typing import NamedTuple
 from rich.cells import cell_len, chop_cells
 
 GAP = 2
-"""Cells between two columns."""
+"""Terminal cells between two columns."""
 EDGES = 2
-"""Cells left and right of a table."""
+"""Terminal cells left and right of a table."""
 MIN_TEXT = 12
-"""Below this width a column of text is not readable: the columns are divided into blocks."""
+"""Minimum width of a readable text column; narrower tables are divided into blocks."""
 MIN_PATH = 24
 _WORD_END = re.compile(r"(?<=[-_@,;:=&|])(?=.)")
 _PATH = re.compile(r"[/\\]")
 
 
 class Block(NamedTuple):
-    """Columns of a table that fit side by side: numbers, widths, headers and wrapped cells."""
+    """Columns of a table that fit side by side. `lay_out` returns one or several.
+
+        blocks = lay_out(["name", "score"], [["first", "0.5"]], width=80)
+
+    Attributes:
+        columns: numbers of the columns.
+        widths: their widths in terminal cells.
+        headers: their wrapped headers.
+        rows: their wrapped cells.
+    """
 
     columns: list[int]
     widths: list[int]
@@ -35,14 +44,13 @@ class Block(NamedTuple):
 def lay_out(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[Block]:
     """Divide a table into blocks that are at most `width` wide.
 
-    Numbers are never broken. Long paths are shortened in the middle, other text is wrapped. Where
-    the columns do not fit, the rest follows in further blocks, which repeat the columns that name a
-    row.
+    Numbers are never broken. Long paths are shortened in the middle, other text is wrapped. Columns
+    that do not fit follow in further blocks, which repeat the columns that name a row.
 
     Args:
         names: headers of the C columns.
         rows: R rows of C cells, each a text in one line.
-        width: of the terminal; None for no limit.
+        width: width of the terminal in cells; None for no limit.
     """
     columns = [_Column(name, [row[number] for row in rows]) for number, name in enumerate(names)]
     everything = list(range(len(columns)))
@@ -55,49 +63,61 @@ def lay_out(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     blocks = []
     rest = everything[len(keys) :]
     while rest:
-        # What does not fit beside the name of its row stands alone.
-        starts = [start for start in (keys + rest[:1], rest[:1]) if _fit(columns, start, room)]
-        chosen = starts[0] if starts else rest[:1]
-        del rest[0]
+        # A column that does not fit beside the name of its row stands alone.
+        first = rest.pop(0)
+        chosen = [*keys, first]
+        if not _fit(columns, chosen, room):
+            chosen = [first]
         while rest and _fit(columns, [*chosen, rest[0]], room):
             chosen = [*chosen, rest.pop(0)]
-        blocks.append(_block(columns, chosen, _fit(columns, chosen, room) or [room]))
-    if not any(block.columns[0] == 0 for block in blocks):
-        blocks.insert(0, _block(columns, keys, [min(columns[0].natural, room)]))
+        # One column that is too wide alone is wrapped to the whole width.
+        widths = _fit(columns, chosen, room) or [room]
+        blocks.append(_block(columns, chosen, widths))
+    shows_names = any(block.columns[0] == 0 for block in blocks)
+    if not shows_names:
+        width_of_names = min(columns[0].natural, room)
+        blocks.insert(0, _block(columns, keys, [width_of_names]))
     return blocks
 
 
 class _Column:
-    """Widths that a column can have."""
+    """A column with the widths that it can have: natural, wanted and least."""
 
     def __init__(self, name: str, cells: Sequence[str]) -> None:
         self.name = name
         self.cells = cells
-        # Numbers, dates and intervals.
+        # Numbers, dates and intervals are never wrapped.
         self.is_rigid = not any(character.isalpha() for cell in cells for character in cell)
         self.is_path = all(_PATH.search(cell) and " " not in cell for cell in cells)
         content = max(map(cell_len, cells), default=0)
-        self.natural = self.wanted = max(content, cell_len(name))
+        self.natural = max(content, cell_len(name))
+        self.wanted = self.natural
         least = content if self.is_rigid else min(content, MIN_TEXT)
-        self.least = max([least, *map(cell_len, _words(name))])
+        # The words of a header are not broken either.
+        longest_word = max(map(cell_len, _words(name)), default=0)
+        self.least = max(least, longest_word)
 
 
 def _keys(columns: Sequence[_Column], room: int) -> list[int]:
-    """Return the columns that name a row: leading text or the first; half of the room at most."""
+    """Return the columns that name a row: leading text columns, in at most half of the room."""
     keys = [0]
     for number in range(1, len(columns) - 1):
         share = (room // 2 - GAP * number) // (number + 1)
-        if columns[number - 1].is_rigid or columns[number].is_rigid or share < MIN_TEXT:
+        has_number = columns[number - 1].is_rigid or columns[number].is_rigid
+        if has_number or share < MIN_TEXT:
             break
         keys.append(number)
     share = (room // 2 - GAP * (len(keys) - 1)) // len(keys)
     for number in keys:
-        columns[number].least = columns[number].wanted = min(columns[number].natural, share)
+        column = columns[number]
+        # Fixed, so that the names are equally wide in every block.
+        column.wanted = min(column.natural, share)
+        column.least = column.wanted
     return keys
 
 
 def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[int]:
-    """Return widths with which the chosen columns fit into the room; empty if they do not."""
+    """Return widths with which the chosen columns fit into the room; empty if they cannot."""
     room -= GAP * (len(chosen) - 1)
     own = [columns[number] for number in chosen]
     wanted = [column.wanted for column in own]
@@ -105,15 +125,22 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
         return wanted
     if sum(column.least for column in own) > room:
         return []
-    # Headers over numbers are wrapped only where text would become too narrow.
-    rigid = [column.natural if column.is_rigid else 0 for column in own]
-    text = [max(each.least, min(each.wanted, 2 * MIN_TEXT)) for each in own if not each.is_rigid]
+    # Headers over numbers are wrapped only if text would become too narrow otherwise.
+    natural = 0
+    for column in own:
+        if column.is_rigid:
+            natural += column.natural
+        else:
+            natural += max(column.least, min(column.wanted, 2 * MIN_TEXT))
     widths = [column.least for column in own]
-    if sum(rigid) + sum(text) <= room:
-        widths = [max(pair) for pair in zip(widths, rigid)]
-    short = [min(want, MIN_PATH) if column.is_path else want for column, want in zip(own, wanted)]
-    for targets in (short, wanted):
-        _grow(widths, targets, room)
+    if natural <= room:
+        widths = [
+            max(column.least, column.natural) if column.is_rigid else column.least for column in own
+        ]
+    # Paths, which can be shortened, grow last.
+    short = [min(column.wanted, MIN_PATH) if column.is_path else column.wanted for column in own]
+    _grow(widths, short, room)
+    _grow(widths, wanted, room)
     return widths
 
 
@@ -128,10 +155,15 @@ def _grow(widths: list[int], targets: Sequence[int], room: int) -> None:
 
 
 def _block(columns: Sequence[_Column], chosen: Sequence[int], widths: list[int]) -> Block:
-    own = [columns[number] for number in chosen]
-    headers = [_wrap(column.name, width) for column, width in zip(own, widths)]
-    wrapped = [[_wrap(cell, width) for cell in column.cells] for column, width in zip(own, widths)]
-    return Block(list(chosen), widths, headers, [list(row) for row in zip(*wrapped)])
+    """Wrap the chosen columns to their widths."""
+    headers = []
+    wrapped = []
+    for number, width in zip(chosen, widths):
+        column = columns[number]
+        headers.append(_wrap(column.name, width))
+        wrapped.append([_wrap(cell, width) for cell in column.cells])
+    rows = [list(row) for row in zip(*wrapped)]
+    return Block(list(chosen), widths, headers, rows)
 
 
 def _words(text: str) -> list[str]:
@@ -149,10 +181,12 @@ def _wrap(text: str, width: int) -> str:
         if cell_len(lines[-1] + gap + word) <= width:
             lines[-1] += gap + word
             continue
+        parts = []
         if _PATH.search(word):
             parts = [shorten(word, width)]
         else:
-            parts = [piece for part in _WORD_END.split(word) for piece in chop_cells(part, width)]
+            for part in _WORD_END.split(word):
+                parts += chop_cells(part, width)
         for part in parts:
             if cell_len(lines[-1] + gap + part) > width:
                 lines.append("")
@@ -163,9 +197,13 @@ def _wrap(text: str, width: int) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Return a text of at most `width` terminal cells; "…" replaces the middle of a longer one.
+    """Shorten a text to at most `width` terminal cells; "…" replaces the middle.
 
-    The end gets two thirds of the width: the last parts of a path tell most.
+    The end gets two thirds of the width, because the last parts of a path matter most.
+
+    Args:
+        text: text in one line.
+        width: width in terminal cells.
     """
     if cell_len(text) <= width:
         return text
@@ -174,7 +212,7 @@ def shorten(text: str, width: int) -> str:
     stop = len(start)
     while cell_len(text[stop:]) > room - cell_len(start):
         stop += 1
-    # A combining mark does not stand without its letter.
+    # A combining mark must not lose its letter.
     while stop < len(text) and unicodedata.combining(text[stop]):
         stop += 1
     return f"{start}…{text[stop:]}"

@@ -1,5 +1,4 @@
-"""Measurements of a migration: two models and maps between them, on the same sample of documents
-and queries."""
+"""Measure a migration: two models and maps between them, on one sample of documents and queries."""
 
 from __future__ import annotations
 
@@ -20,20 +19,23 @@ NEW = "new model, new vectors"
 METRICS = ("recall@10", "ndcg@10")
 
 System = tuple[np.ndarray, np.ndarray]
-"""Queries (Q, D) and documents (n, D) of one space."""
+"""Queries (Q, D) and documents (n, D) in the same space."""
 Scores = dict[str, np.ndarray]
 """(Q,) scores of the queries by metric."""
 
 
 class Sample(NamedTuple):
-    """n documents of an index of N in both spaces.
+    """A sample of n documents of an index of N, in the spaces of both models.
+
+        sample = Sample(old, new, mapped, places, num_documents=len(index))
+        half_migrated = sample.mixed(0.5)
 
     Attributes:
         old: (n, E) vectors of the old model.
         new: (n, D) vectors of the new model.
-        mapped: (n, D) vectors of the old model in the new space, each by a map that was learned
-            without it.
-        places: (n,) place in the order of embedding, from 0 to N − 1.
+        mapped: (n, D) vectors of the old model mapped into the new space, each by a map that was
+            fit without it.
+        places: (n,) positions in the order of embedding, from 0 to N − 1.
         num_documents: N.
     """
 
@@ -44,33 +46,46 @@ class Sample(NamedTuple):
     num_documents: int
 
     def mixed(self, share: float) -> np.ndarray:
-        """Vectors (n, D) when a share of the index has new ones: those that are first in the
-        order."""
+        """Return vectors (n, D) at the time when a share of the index has new ones.
+
+        Args:
+            share: share of the documents, first in the order, that have new vectors.
+        """
         is_new = self.places < embedded_at(share, self.num_documents)
         return np.where(is_new[:, None], self.new, self.mapped)
 
 
 def mixed_name(share: float) -> str:
-    """The name of the system that serves while a share of the documents has new vectors."""
+    """Return the name of the system that serves while a share of the documents has new vectors.
+
+    Args:
+        share: share of the documents, from 0 to 1.
+    """
+    if share == 0:
+        return "new model, mapped vectors"
     if share == 1:
         return NEW
-    return (
-        f"new model, {share:.0%} new vectors, the rest mapped"
-        if share
-        else "new model, mapped vectors"
-    )
+    return f"new model, {share:.0%} new vectors, the rest mapped"
 
 
 def compared(
     sample: Sample, old: np.ndarray, mapped: np.ndarray, new: np.ndarray
 ) -> dict[str, System]:
-    """The systems of the report by name, with queries (Q, E) old, (Q, E) new and mapped, and (Q, D)
-    new."""
+    """Return the systems of the report by name.
+
+    Args:
+        sample: documents in both spaces.
+        old: (Q, E) queries of the old model.
+        mapped: (Q, E) queries of the new model, mapped into the old space.
+        new: (Q, D) queries of the new model.
+    """
     systems = {
         OLD: (old, sample.old),
         "new model, mapped queries, old vectors": (mapped, sample.old),
     }
-    return systems | {mixed_name(share): (new, sample.mixed(share)) for share in SHARES}
+    for share in SHARES:
+        systems[mixed_name(share)] = (new, sample.mixed(share))
+    return systems
 
 
 def judged_scores(
@@ -79,75 +94,131 @@ def judged_scores(
     document_ids: Sequence[str],
     qrels: Qrels,
 ) -> dict[str, Scores]:
-    """Recall@10 and nDCG@10 of each system by judgements, in the definitions of `score_queries`."""
+    """Return recall@10 and nDCG@10 of each system by judgements, as `score_queries` defines them.
+
+    Args:
+        systems: queries and documents by name.
+        query_ids: (Q,) ids of the queries.
+        document_ids: (n,) ids of the documents.
+        qrels: grades by query id.
+    """
     scores = {}
     for name, (queries, documents) in systems.items():
         run = retrieve(query_ids, queries, document_ids, documents, depth=10, qrels=qrels)
         per_query = score_queries(qrels, run, (10,)).values()
-        scores[name] = {metric: np.array([own[metric] for own in per_query]) for metric in METRICS}
+        scores[name] = {}
+        for metric in METRICS:
+            scores[name][metric] = np.array([own[metric] for own in per_query])
     return scores
 
 
 def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[str, Scores]:
-    """Recall@10 of neighbours of documents as queries, by their rows (Q,): what the new model finds
-    is the truth."""
+    """Return recall@10 of documents as queries, with the new model's neighbors as the truth.
+
+    Args:
+        systems: queries and documents by name.
+        rows: (Q,) rows of the documents that are the queries.
+    """
     truth = neighbours(*systems[NEW], rows)
-    return {
-        name: {"recall@10": overlap(neighbours(*system, rows), truth)}
-        for name, system in systems.items()
-    }
+    scores = {}
+    for name, system in systems.items():
+        nearest = neighbours(*system, rows)
+        scores[name] = {"recall@10": overlap(nearest, truth)}
+    return scores
 
 
 def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
-    """For each system and metric the mean, and the difference from the old model, with 95 %
-    intervals over queries."""
+    """Return a row for each system with means and differences from the old model.
+
+    Each value is a list of mean, lower and upper end of the 95% interval over queries.
+
+    Args:
+        scores: (Q,) scores by metric by system.
+    """
     rows: list[dict[str, Any]] = []
     for name, own in scores.items():
         row: dict[str, Any] = {"system": name}
         for metric, values in own.items():
-            for column, base in (
-                (metric, np.zeros_like(values)),
-                (f"{metric} - old", scores[OLD][metric]),
-            ):
-                row[column] = list(paired_bootstrap(base, values))
+            # The difference from 0 is the mean itself.
+            zero = np.zeros_like(values)
+            old = scores[OLD][metric]
+            row[metric] = list(paired_bootstrap(zero, values))
+            row[f"{metric} - old"] = list(paired_bootstrap(old, values))
         rows.append(row)
     return rows
 
 
 def is_below(rows: Sequence[Mapping[str, Any]], system: str) -> bool:
-    """Whether a system is significantly below the old model by judgements; without them nothing
-    says so."""
-    row = next(row for row in rows if row["system"] == system)
-    return is_judged(rows) and bool(row["ndcg@10 - old"][2] < 0)
+    """Return True if judgements show a system significantly below the old model.
+
+    Args:
+        rows: rows of `summarize`.
+        system: name of the system.
+    """
+    if not is_judged(rows):
+        return False
+    high = _row_of(rows, system)["ndcg@10 - old"][2]
+    return bool(high < 0)
+
+
+def _row_of(rows: Sequence[Mapping[str, Any]], system: str) -> Mapping[str, Any]:
+    """Return the row of a system."""
+    return next(row for row in rows if row["system"] == system)
 
 
 def is_judged(rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether systems were measured by judgements."""
+    """Return True if systems were measured by judgements.
+
+    Args:
+        rows: rows of `summarize`.
+    """
     return "ndcg@10" in rows[0]
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the report says of the new model beside the old one, as a clause."""
+    """Return the comparison of the new model with the old one, as a clause of the report.
+
+    Args:
+        rows: rows of `summarize`.
+    """
     if not is_judged(rows):
-        return "without judgements nothing tells whether it finds more than the old one"
-    old, new = (next(row for row in rows if row["system"] == name) for name in (OLD, NEW))
+        return "without judgements it is unknown whether it finds more than the old one"
+    old = _row_of(rows, OLD)
+    new = _row_of(rows, NEW)
     gain, low, high = new["ndcg@10 - old"]
     found = "neither significantly more nor less"
-    if low > 0 or high < 0:
-        found = f"significantly {'more' if low > 0 else 'less'}"
+    if low > 0:
+        found = "significantly more"
+    elif high < 0:
+        found = "significantly less"
     scores = f"nDCG@10 {old['ndcg@10'][0]:.3f} → {new['ndcg@10'][0]:.3f}"
     interval = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
     return f"on the sample it finds {found} than the old one ({scores}, {interval})"
 
 
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Shares of new vectors at which judgements do not show the mixed index below the old model,
-    and 1 in any case."""
-    return [s for s in SHARES if s == 1 or (is_judged(rows) and not is_below(rows, mixed_name(s)))]
+    """Return the shares of new vectors at which the index may be served.
+
+    These are the shares at which judgements do not show the mixed index below the old model, and 1.
+
+    Args:
+        rows: rows of `summarize`.
+    """
+    served = []
+    for share in SHARES:
+        # Without judgements only a complete index is safe.
+        is_good = is_judged(rows) and not is_below(rows, mixed_name(share))
+        if share == 1 or is_good:
+            served.append(share)
+    return served
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """The rows of `summarize` as text, a mean with its interval in a cell."""
+    """Format the rows of `summarize`: a mean with its interval in each cell.
+
+    Args:
+        rows: rows of `summarize`.
+    """
     cells = []
     for row in rows:
         cell: dict[str, object] = {"": row["system"]}
@@ -161,7 +232,15 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
 
 
 def check_report(report: Mapping[str, Any], path: StrPath) -> None:
-    """Raise unless a report that was read has facts, systems and served shares of a migration."""
+    """Raise unless a report has the facts, systems and served shares of a migration.
+
+    Args:
+        report: contents of a JSON file.
+        path: the file, for the error.
+
+    Raises:
+        DualencError: if an entry is missing or of another type.
+    """
     facts: Any = report.get("facts")
     systems: Any = report.get("systems")
     served: Any = report.get("served")
@@ -179,12 +258,14 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
         and all(share in SHARES for share in served)
         and all(value is None or isinstance(value, str | int | float) for value in facts.values())
     ):
-        problem = "not the measurements of a migration"
-        remedy = "remove the file, and the same command measures again"
-        raise DualencError(f"{path}: {problem}; {remedy}")
+        raise DualencError(
+            "not the measurements of a migration",
+            fix="remove the file, and the same command measures again",
+            where=path,
+        )
 
 
 def _is_interval(value: Any) -> bool:
-    """True for a mean with its lower and upper bound."""
+    """Return True for a mean with its lower and upper bound."""
     is_triple = isinstance(value, list) and len(value) == 3
     return is_triple and all(type(number) in (int, float) for number in value)

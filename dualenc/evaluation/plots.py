@@ -1,4 +1,4 @@
-"""Curves for reports, drawn with matplotlib."""
+"""Draw curves for reports with matplotlib."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dualenc.io.terminal import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Okabe & Ito's palette, which colour-blind readers can distinguish.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# Okabe & Ito's palette, which color-blind readers can distinguish.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 MISSING = "drawing curves needs the package matplotlib: pip install 'dualenc[plots]'"
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return True if matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
@@ -29,14 +29,19 @@ def lines(
     xlabel: str = "",
     ylabel: str = "",
 ) -> Figure:
-    """Curves of (x, y) points by name.
+    """Draw curves over one another.
+
+    Args:
+        series: x and y values of each curve by its name.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
 
     Raises:
         DualencError: if matplotlib is not installed.
     """
     if not can_draw():
         raise DualencError(MISSING)
-    # An optional package, whose import takes a second.
+    # An optional package, which takes a second to import.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -45,12 +50,13 @@ def lines(
     axes.set_ylabel(ylabel)
     axes.grid(axis="y", alpha=0.3)
     for number, (name, (x, y)) in enumerate(series.items()):
+        # Markers of many points would hide the line.
         marker = "o" if len(x) <= 30 else None
         axes.plot(
             x,
             y,
             label=literal(name),
-            color=COLOURS[number % len(COLOURS)],
+            color=COLORS[number % len(COLORS)],
             marker=marker,
             markersize=4,
         )
@@ -60,17 +66,17 @@ def lines(
 
 
 def literal(text: str) -> str:
-    """An untrusted text as a label: without mathematics between dollars, and without control
-    characters."""
+    """Escape control characters, and dollars, between which matplotlib typesets mathematics."""
     return printable(text).replace("$", r"\$")
 
 
 def as_svg(figure: Figure) -> str:
-    """The figure as SVG text, the same for the same figure on every run."""
+    """Return the figure as SVG text; equal figures give equal texts."""
     import matplotlib
 
     stream = io.StringIO()
-    # Without a fixed salt and date the same figure gives other bytes on every run.
-    with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
+    # A random salt and the date would change the bytes on every run.
+    settings = {"svg.hashsalt": "dualenc", "svg.fonttype": "none"}
+    with matplotlib.rc_context(settings):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()

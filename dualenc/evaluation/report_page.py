@@ -1,5 +1,4 @@
-"""Tables on the terminal, and a self-contained `report.html`: settings, plots and tables, readable
-offline."""
+"""Print tables on a terminal, and write a self-contained report.html that is readable offline."""
 
 from __future__ import annotations
 
@@ -31,11 +30,18 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 STYLE = b"body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24;"
-"""The template's first rule of style, by which a page is known."""
+"""First style rule of the template, which identifies our pages."""
 
 
 class Table(NamedTuple):
-    """Rows of named values; the columns are those of all rows, in order of appearance."""
+    """A table of named values. Its columns are those of all rows, in order of appearance.
+
+        print_table(Table("Recall", [{"k": 1, "recall": 0.5}, {"k": 10, "recall": 0.9}]))
+
+    Attributes:
+        caption: heading of the table.
+        rows: values by column; a row may lack some.
+    """
 
     caption: str
     rows: Sequence[Mapping[str, object]]
@@ -46,24 +52,37 @@ class Table(NamedTuple):
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def cells(self) -> list[list[str]]:
-        """The rows as text, one cell for each column; a missing value is empty."""
-        return [[as_text(row.get(name, "")) for name in self.columns] for row in self.rows]
+        """Return the rows as text, one cell for each column; a missing value is empty."""
+        names = self.columns
+        return [[as_text(row.get(name, "")) for name in names] for row in self.rows]
 
     def is_numeric(self, name: str) -> bool:
-        """True if a column has numbers alone, which are set flush right."""
-        values = [value for row in self.rows if (value := row.get(name, "")) not in ("", None)]
-        return bool(values) and all(map(_is_number, values))
+        """Return True if a column has only numbers, which are set flush right."""
+        values = [row.get(name, "") for row in self.rows]
+        present = [value for value in values if value not in ("", None)]
+        return bool(present) and all(map(_is_number, present))
 
 
 class Figure(NamedTuple):
-    """A plot with a caption."""
+    """A plot with a caption. `write_report` embeds it as SVG.
+
+        Figure("loss", lines({"first": ([0, 1], [2.0, 1.5])}))
+
+    Attributes:
+        caption: text below the plot.
+        plot: figure of matplotlib.
+    """
 
     caption: str
     plot: matplotlib.figure.Figure
 
 
 def as_text(value: object) -> str:
-    """A value as text: four decimals for a fraction, thousands separated, None as a dash."""
+    """Format a value: four decimals for fractions, separated thousands, a dash for None.
+
+    Args:
+        value: any value; others than numbers and None are converted by `str`.
+    """
     if value is None:
         return "–"
     if isinstance(value, float):
@@ -74,12 +93,17 @@ def as_text(value: object) -> str:
 
 
 def _is_number(value: object) -> bool:
+    """Return True for a number that is not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def print_table(table: Table) -> None:
-    """Print a table that fits the terminal; control characters are escaped."""
-    # A pipe or a log file has no width; rich would assume 80 columns.
+    """Print a table that fits the terminal, with control characters escaped.
+
+    Args:
+        table: the table; without a terminal its width is not limited.
+    """
+    # rich would assume 80 columns for a pipe or a log file.
     width = Console().width if sys.stdout.isatty() else None
     rows = [[printable(cell) for cell in row] for row in table.cells()]
     blocks = lay_out([printable(name) for name in table.columns], rows, width)
@@ -103,41 +127,62 @@ def write_report(
     figures: Sequence[Figure] = (),
     tables: Sequence[Table] = (),
 ) -> None:
-    """Write a self-contained HTML page: heading, settings by name, plots (SVG inside) and tables,
-    in this order."""
-    # Untrusted texts are shown without control characters; HTML in them is escaped.
+    """Write a self-contained HTML page: heading, settings, plots (as SVG) and tables.
+
+    Args:
+        path: file to write.
+        title: heading.
+        facts: settings by name.
+        figures: plots.
+        tables: tables.
+    """
+    # Texts are untrusted: HTML and control characters in them are escaped.
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible
     )
-    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    page = template.render(
         title=title,
         facts={name: as_text(value) for name, value in facts.items()},
         figures=[(figure.caption, _data_uri(figure)) for figure in figures],
-        tables=[
-            (table, ["number" if table.is_numeric(name) else "" for name in table.columns])
-            for table in tables
-        ],
+        tables=[(table, _alignments(table)) for table in tables],
     )
     with atomic_path(path) as part:
         part.write_text(page, encoding="utf-8")
 
 
 def check_report_target(path: StrPath, remedy: str = "name another --out") -> None:
-    """Refuse to write a page over a folder, or over a file that is not a page of dualenc."""
+    """Raise if a page would replace a folder, or a file that is not a page of dualenc.
+
+    Args:
+        path: file to write.
+        remedy: advice for the error.
+
+    Raises:
+        DualencError: if the path is taken, or lies in a folder that is replaced as a whole.
+    """
     check_outside(path)
     check_file_target(path)
     if os.path.exists(path):
         with open_regular(path) as stream:
             beginning = stream.read(1 << 16)
         if beginning and STYLE not in beginning:
-            problem = "exists and is not a report of dualenc"
-            raise DualencError(f"{os.fspath(path)}: {problem}; {remedy}")
+            raise DualencError(
+                "already exists and is not a dualenc report", fix=remedy, where=os.fspath(path)
+            )
+
+
+def _alignments(table: Table) -> list[str]:
+    """Return the CSS class of each column."""
+    return ["number" if table.is_numeric(name) else "" for name in table.columns]
 
 
 def _visible(value: object) -> object:
+    """Escape control characters of a text; jinja's `Markup` and other values stay."""
     return printable(value) if type(value) is str else value
 
 
 def _data_uri(figure: Figure) -> str:
+    """Return a figure as a data URI."""
     content = base64.b64encode(as_svg(figure.plot).encode())
     return f"data:image/svg+xml;base64,{content.decode()}"

@@ -42,67 +42,88 @@ def retrieve(
     qrels: Qrels | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, dict[str, float]]:
-    """The best documents of each query by exact search: their scores by query id.
+    """Retrieve the best documents of each query by exact search.
 
     Args:
-        query_ids, queries: (Q,) ids and (Q, D) embeddings.
-        document_ids, documents: (N,) ids and (N, D) embeddings; may be memory-mapped.
-        depth: how many documents to keep for each query.
-        qrels: judgements; with them one more takes the place of an unjudged document whose id is
-            the query's.
-        device: where to search, as in `exact_search`.
+        query_ids: (Q,) ids of the queries.
+        queries: (Q, D) embeddings.
+        document_ids: (N,) ids of the documents.
+        documents: (N, D) embeddings; may be memory-mapped.
+        depth: number of documents to keep for each query.
+        qrels: judgements; if given, an unjudged document with the id of the query is replaced by
+            the next one.
+        device: device to search on, as in `exact_search`.
+
+    Returns:
+        The score of each retrieved document by query id.
     """
     check_several("query_ids", query_ids)
     check_several("document_ids", document_ids)
-    # One document more than wanted takes the place of a self-match.
+    # One extra document replaces a self-match.
     scores, columns = exact_search(
         queries, documents, depth + 1, document_ids=document_ids, device=device
     )
     run = {}
-    for query, nearest, values in zip(query_ids, columns.tolist(), scores.tolist(), strict=True):
-        run[query] = {document_ids[column]: score for column, score in zip(nearest, values)}
+    rankings = zip(query_ids, columns.tolist(), scores.tolist(), strict=True)
+    for query, nearest, values in rankings:
+        names = [document_ids[column] for column in nearest]
+        run[query] = dict(zip(names, values))
     return first_documents(run, depth, qrels)
 
 
 def first_documents(
     run: Run, depth: int, qrels: Qrels | None = None
 ) -> dict[str, dict[str, float]]:
-    """The run cut to the `depth` best documents of each query; with judgements, unjudged
-    self-matches are removed."""
-    run = run if qrels is None else remove_self_matches(run, qrels)
-    return {
-        query: {name: documents[name] for name in ranked(documents)[:depth]}
-        for query, documents in run.items()
-    }
+    """Cut a run to the best documents of each query.
+
+    Args:
+        run: score of each retrieved document by query id.
+        depth: number of documents to keep for each query.
+        qrels: judgements; if given, unjudged documents with the id of the query are removed first.
+    """
+    if qrels is not None:
+        run = remove_self_matches(run, qrels)
+    first = {}
+    for query, documents in run.items():
+        names = ranked(documents)[:depth]
+        first[query] = {name: documents[name] for name in names}
+    return first
 
 
 def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: bool) -> None:
-    """Log what becomes of documents with the id of a query, where that is no stray coincidence (1 %
-    of the queries)."""
+    """Warn if more than 1% of query ids are document ids, and say how these documents are treated.
+
+    Args:
+        name: name of the collection.
+        collection: queries, corpus and judgements.
+        keep_self_matches: keep these documents even if they are not judged.
+    """
     shared = set(collection.queries.ids) & set(collection.corpus.ids)
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
     judged = sum(query in collection.qrels[query] for query in shared)
-    others = (
-        "kept, too"
-        if keep_self_matches
-        else "removed as copies of their queries (keep_self_matches keeps them)"
-    )
+    others = "removed as copies of their queries (keep_self_matches keeps them)"
+    if keep_self_matches:
+        others = "kept, too"
     logger.warning(
-        f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a document: "
-        f"{judged:,} of these documents are judged and kept, the other {len(shared) - judged:,} are {others}"
+        f"{name}: {len(shared):,} of {len(collection.queries):,} queries have the id of a "
+        f"document: {judged:,} of these documents are judged and kept, "
+        f"the other {len(shared) - judged:,} are {others}"
     )
 
 
 def bm25_run(collection: RetrievalSet, k: int) -> dict[str, dict[str, float]]:
-    """The k best documents of each query by BM25, as `dualenc.search.lexical` splits and scores
-    texts.
+    """Retrieve the best documents of each query by BM25 (`dualenc.search.lexical`).
 
-    Documents that share no word with the query are not retrieved. Equal scores are ordered by
-    descending id, as trec_eval does.
+    Only documents that share a word with the query are retrieved. Equal scores are ordered by
+    descending id, as in trec_eval.
+
+    Args:
+        collection: queries and corpus of texts.
+        k: number of documents for each query.
     """
     corpus = collection.corpus
-    # Equal scores are found by ascending row.
+    # The search orders equal scores by ascending row.
     rows = sorted(range(len(corpus)), key=corpus.ids.__getitem__, reverse=True)
     lexical = Lexical.build(corpus[row] for row in rows)
     run = {}
@@ -113,16 +134,24 @@ def bm25_run(collection: RetrievalSet, k: int) -> dict[str, dict[str, float]]:
 
 
 HEADLINES = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
-"""The metrics of the summary table."""
+"""Metrics of the summary table."""
 
 
 @dataclass
 class Result:
-    """Scores of one system, such as a model, on one collection of `num_documents`, by its run and
-    the judgements.
+    """Run of one system on one collection, scored when it is first read.
 
-    The run is scored as it is: `retrieve` and `first_documents` remove unjudged documents with the
-    id of the query.
+    All retrieved documents are scored: `retrieve` and `first_documents` remove self-matches.
+
+        result = Result("BM25", "scifact", bm25_run(collection, 100), collection.qrels, 5183)
+        result.means["ndcg@10"]
+
+    Args:
+        system: name of the system, such as a model.
+        dataset: name of the collection.
+        run: score of each retrieved document by query id.
+        qrels: grade of each judged document by query id.
+        num_documents: number of documents in the collection.
     """
 
     system: str
@@ -133,29 +162,36 @@ class Result:
 
     @cached_property
     def per_query(self) -> dict[str, Scores]:
-        """Each metric of each judged query."""
+        """Metrics of each judged query."""
         return score_queries(self.qrels, self.run)
 
     @cached_property
     def means(self) -> Scores:
-        """Mean over the judged queries of each metric, by name."""
+        """Mean of each metric over the judged queries."""
         return mean_scores(self.per_query)
 
     def write(self, folder: Path) -> None:
-        """Write the TREC run file and the log of per-query scores."""
-        write_trec(folder / "run.trec", self.run, tag="-".join(self.system.split()) or "dualenc")
+        """Write run.trec and per_query.ndjson into a folder."""
+        # A tag must not contain white space.
+        tag = "-".join(self.system.split()) or "dualenc"
+        write_trec(folder / "run.trec", self.run, tag=tag)
         write_per_query(folder / "per_query.ndjson", self.per_query, self.dataset)
 
 
 def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result]:
-    """Divide a result into queries with a relevant document that was in training, and queries with
-    none.
+    """Divide a result into queries with a relevant document that was in training, and the others.
 
-    A part without queries is left out.
+    Args:
+        result: scores of all queries.
+        trained_ids: ids of the documents in training.
+
+    Returns:
+        Two results, or one if a part would have no queries.
     """
     seen, unseen = divide_by_training(result.qrels, trained_ids)
     parts = []
-    for name, qrels in (("documents seen in training", seen), ("documents not seen", unseen)):
+    named = {"documents seen in training": seen, "documents not seen": unseen}
+    for name, qrels in named.items():
         if qrels:
             run = {query: result.run[query] for query in qrels if query in result.run}
             system = f"{result.system}: {name}"
@@ -166,8 +202,12 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
 def divide_by_training(
     qrels: Qrels, trained_ids: Iterable[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The judgements of queries with a relevant document that was in training, and those of queries
-    with none."""
+    """Divide judgements by queries with and without a relevant document that was in training.
+
+    Args:
+        qrels: grades by query id.
+        trained_ids: ids of the documents in training.
+    """
     trained = set(trained_ids)
     seen: dict[str, Any] = {}
     unseen: dict[str, Any] = {}
@@ -179,8 +219,11 @@ def divide_by_training(
 
 
 def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
-    """A table row for each result and, with several collections, the mean of each system over
-    them."""
+    """Return a table row for each result and, for several collections, their mean by system.
+
+    Args:
+        results: results of systems on collections.
+    """
     rows: list[dict[str, object]] = []
     for result in results:
         sizes = {"queries": len(result.per_query), "documents": result.num_documents}
@@ -189,27 +232,41 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
         for system, means in means_by_system(results).items():
-            scores = {name: means[name] for name in HEADLINES}
-            rows.append(
-                {"data": "mean", "system": system, "queries": None, "documents": None, **scores}
-            )
+            row: dict[str, object] = {"data": "mean", "system": system}
+            # Dashes: sizes do not have a mean worth reading.
+            row |= {"queries": None, "documents": None}
+            row |= {name: means[name] for name in HEADLINES}
+            rows.append(row)
     return rows
 
 
 def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
-    """A table row for each metric of each result, with a column for each cut-off."""
+    """Return a table row for each metric of each result, with a column for each cutoff.
+
+    Args:
+        results: results of systems on collections.
+    """
     rows: list[dict[str, object]] = []
     for result in results:
-        for metric in dict.fromkeys(name.partition("@")[0] for name in result.means):
-            cells = {f"@{k}": result.means[f"{metric}@{k}"] for k in CUTOFFS}
-            rows.append(
-                {"data": result.dataset, "system": result.system, "metric": metric, **cells}
-            )
+        metrics = dict.fromkeys(name.partition("@")[0] for name in result.means)
+        for metric in metrics:
+            row: dict[str, object] = {
+                "data": result.dataset,
+                "system": result.system,
+                "metric": metric,
+            }
+            for k in CUTOFFS:
+                row[f"@{k}"] = result.means[f"{metric}@{k}"]
+            rows.append(row)
     return rows
 
 
 def means_by_system(results: Sequence[Result]) -> dict[str, Scores]:
-    """The means over collections, each weighing the same, of each system's metrics."""
+    """Return the means of each system's metrics over collections, which weigh the same.
+
+    Args:
+        results: results of systems on collections.
+    """
     systems: dict[str, dict[str, Scores]] = {}
     for result in results:
         systems.setdefault(result.system, {})[result.dataset] = result.means
@@ -217,7 +274,11 @@ def means_by_system(results: Sequence[Result]) -> dict[str, Scores]:
 
 
 def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
-    """Contents of `metrics.json`: all metrics by system and collection, and their means."""
+    """Return the contents of metrics.json: metrics by system and collection, and their means.
+
+    Args:
+        results: results of systems on collections.
+    """
     document: dict[str, Any] = {}
     for system, means in means_by_system(results).items():
         datasets = {}

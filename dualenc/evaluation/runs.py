@@ -1,4 +1,4 @@
-"""Files of runs and per-query scores."""
+"""Write run files (TREC) and per-query scores (ndjson)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from dualenc.types import StrPath
 def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
     """Write a run as `query Q0 document rank score tag` lines, ranked as trec_eval ranks them.
 
-    Scores are written so that reading them gives the same float32; an id with white space is an
-    error.
+    Args:
+        path: file to write.
+        run: score of each retrieved document by query id.
+        tag: name of the system.
+
+    Raises:
+        DualencError: if an id is empty, has white space or is not UTF-8.
     """
     check_trec_names((tag,), "the tag")
     check_trec_names(run, "query id")
@@ -23,12 +28,20 @@ def write_trec(path: StrPath, run: Run, tag: str = "dualenc") -> None:
         for query, documents in run.items():
             check_trec_names(documents, "document id")
             for rank, document in enumerate(ranked(documents), start=1):
-                stream.write(f"{query} Q0 {document} {rank} {documents[document]:.9g} {tag}\n")
+                # Nine digits restore a float32 exactly.
+                score = f"{documents[document]:.9g}"
+                stream.write(f"{query} Q0 {document} {rank} {score} {tag}\n")
 
 
 def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str = "") -> None:
-    """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`."""
-    # An id may be a file name that is not UTF-8: its invalid bytes are escaped as in JSON.
+    """Write one JSON object per query and line: `{"dataset": …, "query": …, "ndcg@10": …, …}`.
+
+    Args:
+        path: file to write.
+        per_query: scores by metric by query id.
+        dataset: name of the collection.
+    """
+    # An id may be a file name that is not UTF-8; its invalid bytes are escaped.
     with (
         atomic_path(path) as part,
         open(part, "w", encoding="utf-8", errors="backslashreplace") as stream,
@@ -39,20 +52,27 @@ def write_per_query(path: StrPath, per_query: Mapping[str, Scores], dataset: str
 
 
 def ranked(documents: Mapping[str, float]) -> list[str]:
-    """Document ids by descending score, equal scores by descending id, as trec_eval orders them."""
+    """Return document ids by descending score; ties by descending id, as in trec_eval."""
     return sorted(documents, key=lambda document: (documents[document], document), reverse=True)
 
 
 def check_trec_names(names: Iterable[str], what: str) -> None:
-    """Refuse names that TREC files cannot hold, empty or with white space, or that crash trec_eval,
-    not UTF-8."""
+    """Raise if a name cannot stand in a TREC file.
+
+    Args:
+        names: ids or tags.
+        what: kind of the names, for the error.
+
+    Raises:
+        DualencError: if a name is empty, has white space or is not UTF-8.
+    """
     for name in names:
-        if (
-            len(name.split()) != 1
-            or name.strip() != name
-            or name.encode(errors="ignore").decode() != name
-        ):
-            remedy = "which TREC files cannot; rename it"
+        is_word = len(name.split()) == 1 and name.strip() == name
+        # Lone surrogates, from file names that are not UTF-8, crash trec_eval.
+        is_utf8 = name.encode(errors="ignore").decode() == name
+        if not is_word or not is_utf8:
             raise DualencError(
-                f"{what} {name!r} is empty, holds white space or is not UTF-8, {remedy}"
+                f"{what} {name!r} is empty, holds white space or is not UTF-8, "
+                "which TREC files cannot store",
+                fix="rename it",
             )

@@ -1,5 +1,7 @@
-"""Zero-shot classification: a class is the mean embedding of its prompts (Radford et al. 2021,
-§3.1)."""
+"""Zero-shot classification: the embedding of a class is the mean of its prompts' embeddings.
+
+Source: Radford et al. 2021, arXiv 2103.00020, section 3.1.
+"""
 
 from __future__ import annotations
 
@@ -28,56 +30,90 @@ TEMPLATES: tuple[str, ...] = (
 
 
 def read_lines(path: StrPath) -> Iterator[tuple[str, str]]:
-    """The lines of a text file that are not blank, without spaces at their ends, each with its
-    place."""
+    """Yield the lines of a text file that are not blank, stripped, each after its location.
+
+    Args:
+        path: text file in UTF-8, with or without a byte order mark.
+
+    Raises:
+        DualencError: if the file cannot be read or is not UTF-8.
+    """
     with explain(f"{path}: cannot be read", "name a text file"), open_regular(path) as stream:
         for number, line in enumerate(stream, start=1):
-            place = f"{path}:{number}"
+            location = f"{path}:{number}"
             try:
                 text = line.decode("utf-8-sig").strip()
             except UnicodeDecodeError as error:
-                reason = f"byte 0x{line[error.start]:02x}"
                 raise DualencError(
-                    f"{place}: not UTF-8 text ({reason}); save the file as UTF-8"
+                    f"not UTF-8 text (byte 0x{line[error.start]:02x})",
+                    fix="save the file as UTF-8",
+                    where=location,
                 ) from None
             if text:
-                yield place, text
+                yield location, text
 
 
 def read_templates(path: StrPath) -> list[str]:
-    """Prompt templates from a text file, one on each line, `{}` standing for the class; blank lines
-    are left out."""
+    """Read prompt templates from a text file, one per line; `{}` stands for the class.
+
+    Args:
+        path: text file; blank lines are skipped.
+
+    Raises:
+        DualencError: if a line does not have `{}` exactly once, or there is no template.
+    """
     templates = []
-    for place, line in read_lines(path):
+    for location, line in read_lines(path):
         if line.count("{}") != 1:
             raise DualencError(
-                f"{place}: a template needs {{}} once, where the class goes; fix the line"
+                "a template needs {} once, where the class goes",
+                fix="fix the line",
+                where=location,
             )
         templates.append(line)
     if not templates:
         raise DualencError(
-            f"{path}: holds no template; write one on each line, with {{}} where the class goes"
+            "does not contain a template",
+            fix="write one on each line, with {} where the class goes",
+            where=path,
         )
     return templates
 
 
 def readable_class(name: str) -> str:
-    """A class name for prompts: without a leading WordNet id, spaces for underscores."""
+    """Return a class name for prompts: without a leading WordNet id, spaces for underscores."""
+    # ImageNet's class folders may be named "n01440764_tench".
     return re.sub(r"^n\d{8}[\s_-]+(?=\S)", "", name).replace("_", " ").strip()
 
 
 def class_prompts(class_names: Sequence[str], templates: Sequence[str] = TEMPLATES) -> list[str]:
-    """Every template filled with every class, (C · T) texts, all of the first class first."""
+    """Fill every template with every class.
+
+    Args:
+        class_names: C class names.
+        templates: T templates, with `{}` for the class.
+
+    Returns:
+        C · T texts, all of the first class first.
+    """
     check_several("class_names", class_names)
     templates = list(one_or_several(templates))
     return [template.replace("{}", name) for name in class_names for template in templates]
 
 
 def class_embeddings(prompts: Vectors, num_classes: int) -> Vectors:
-    """Ensemble the (C · T, D) embeddings of `class_prompts`: for each class the mean of its unit
-    vectors, (C, D) unit vectors."""
+    """Average the embeddings of the prompts of each class.
+
+    Args:
+        prompts: (C · T, D) embeddings of `class_prompts`.
+        num_classes: C.
+
+    Returns:
+        (C, D) unit vectors, each the normalized mean of T unit vectors.
+    """
     rows = unit_rows(prompts, "prompts")
-    return unit_rows(rows.reshape(num_classes, -1, rows.shape[1]).mean(axis=1), "classes")
+    by_class = rows.reshape(num_classes, -1, rows.shape[1])
+    return unit_rows(by_class.mean(axis=1), "classes")
 
 
 def zero_shot_accuracy(
@@ -86,16 +122,26 @@ def zero_shot_accuracy(
     num_classes: int,
     cutoffs: Sequence[int] = (1, 5),
 ) -> Scores:
-    """Share of images whose class is among the first k ("top@k"), and the mean over classes of
-    top-1.
+    """Return the share of images whose class is among the first k, and mean accuracy per class.
 
     Args:
-        ranks, labels: (A,) ranks, from 1, of each image's own class among all, and class numbers.
-        num_classes: C; a cut-off of C or more is left out.
-        cutoffs: the k.
+        ranks: (A,) rank from 1 of each image's own class among all classes.
+        labels: (A,) class numbers.
+        num_classes: C; a cutoff of C or more is left out, because it is always reached.
+        cutoffs: the values of k.
+
+    Returns:
+        "top@k" by cutoff, and "mean_per_class", the mean of top-1 over classes.
     """
     labels = np.asarray(labels)
-    scores = {f"top@{k}": float(np.mean(ranks <= k)) for k in cutoffs if k == 1 or k < num_classes}
-    # Of the classes that occur: a test set may lack some.
-    per_class = [float(np.mean(ranks[labels == number] <= 1)) for number in np.unique(labels)]
-    return {**scores, "mean_per_class": float(np.mean(per_class))}
+    scores = {}
+    for k in cutoffs:
+        if k == 1 or k < num_classes:
+            scores[f"top@{k}"] = float(np.mean(ranks <= k))
+    # Only classes that occur: a test set may lack some.
+    per_class = []
+    for number in np.unique(labels):
+        own = ranks[labels == number]
+        per_class.append(float(np.mean(own <= 1)))
+    scores["mean_per_class"] = float(np.mean(per_class))
+    return scores

@@ -64,13 +64,16 @@ REFUSALS = [
         "probe {image} {colours}",
         "a probe would be tested on its own training images; name other images to train on: --train",
     ),
-    ("probe {image} {splits} --split train", "name others: --train"),
-    ("probe {image} {colours} --train {colours}/../colours/", "name others: --train"),
+    ("probe {image} {splits} --split train", "name other images to train on: --train"),
+    (
+        "probe {image} {colours} --train {colours}/../colours/",
+        "name other images to train on: --train",
+    ),
     (
         "corrupted {image} {colours} --train {colours}/",
         "a probe would be tested on its own training images",
     ),
-    ("probe {image} {few.txt}", "name others: --train"),
+    ("probe {image} {few.txt}", "name other images to train on: --train"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
     (
         "corrupted {image} {splits} --corruptions fogg,fog",

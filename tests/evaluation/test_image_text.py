@@ -74,7 +74,7 @@ def test_captions_are_matched_by_id_and_pairs_that_lost_a_side_are_left_out() ->
         0,
         1,
     ]  # of the pairs (0, 10), (0, 13), (3, 13), (0, 10)
-    with pytest.raises(DualencError, match="no image is left"):
+    with pytest.raises(DualencError, match="no readable image"):
         match_captions(left, right, [7], [13])
 
 

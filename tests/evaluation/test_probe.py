@@ -145,8 +145,8 @@ REFUSALS: list[tuple[Callable[[], object], str]] = [
         with_probe(train=np.eye(2), train_labels=np.arange(2), l2=L2_SWEEP),
         "2 training images are too few",
     ),
-    (with_knn(k=5), "k=5: there are 4 training images"),
-    (with_knn(temperature=0.0), "temperature=0.0"),
+    (with_knn(k=5), "k must be from 1 to 4, the number of training images, got 5"),
+    (with_knn(temperature=0.0), "temperature must be above 0, got 0.0"),
     (with_knn(test=np.array([[0.0, np.nan]])), "row 0 of the test features is not finite"),
 ]
 
