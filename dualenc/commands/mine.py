@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from dualenc.commands.options import BatchSize, ColumnOptions
 from dualenc.io.terminal import printable
-from dualenc.search.hard_negatives import Rule
+
+
+# The fields of `dualenc.search.hard_negatives.Rule`, whose package imports faiss.
+@dataclass(frozen=True)
+class RuleOptions:
+    """Selection of negatives among a query's nearest documents.
+
+    Args:
+        num_negatives: maximum number of negatives per query.
+        first_rank: first rank of the window, counted from 1 without the known positives; 11 skips
+            the first ten.
+        last_rank: last rank of the window.
+        relative: maximum share of the mean score of the query's positives: s ≤ s⁺ − (1 −
+            relative)·|s⁺|, which is relative·s⁺ for a positive score. Moreira et al. 2024 (arXiv
+            2407.15831, TopK-PercPos) find 0.95 best. null: no limit.
+        pick: take the best of the remaining candidates, or a random sample.
+        seed: random seed of the samples, which are drawn per query.
+    """
+
+    num_negatives: int = 8
+    first_rank: int = 1
+    last_rank: int = 100
+    relative: float | None = 0.95
+    pick: Literal["top", "random"] = "top"
+    seed: int = 0
 
 
 def mine(
@@ -14,7 +39,7 @@ def mine(
     data: str,
     *,
     out: str,
-    rule: Rule,
+    rule: RuleOptions,
     form: Literal["flagembedding", "sentence-transformers"] = "flagembedding",
     split: str = "train",
     columns: ColumnOptions,

@@ -1,4 +1,4 @@
-"""`dualenc recipe`: the recipes that come with the package, and their keys."""
+"""`dualenc recipe`: list the recipes of the package, or print one or its keys."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
@@ -20,35 +21,39 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
     mine.yaml`.
 
     Args:
-        name: of a recipe in the list.
+        name: name of a recipe in the list.
         keys: print every key of the recipe's classes instead, with types, defaults and
             descriptions.
     """
     paths = {path.stem.replace("_", "-"): path for path in sorted(FOLDER.glob("*.yaml"))}
     if name is None:
         if keys:
-            raise DualencError("--keys is for one recipe; name it, see dualenc recipe")
-        width = max(map(len, paths))
-        for label, path in paths.items():
-            summary = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-            print(f"  {label:<{width}}  {summary}")
-        print(
-            "\nnext: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv"
-        )
+            raise DualencError("--keys is for one recipe", fix="name it, see dualenc recipe")
+        _print_list(paths)
         return
     label = name.removesuffix(".yaml").replace("_", "-")
     if label not in paths:
         raise DualencError(
-            f"there is no recipe '{name}'{nearest(label, paths)}; see dualenc recipe"
+            f"unknown recipe '{name}'{nearest(label, paths)}", fix="see dualenc recipe"
         )
     text = paths[label].read_text(encoding="utf-8")
     print(_keys(text) if keys else text, end="")
 
 
-def _keys(text: str) -> str:
-    """Every key that a recipe's classes take, by section: type, default and description."""
-    import docstring_parser
+def _print_list(paths: Mapping[str, Path]) -> None:
+    """Print the name and the first comment of each recipe."""
+    width = max(map(len, paths))
+    for label, path in paths.items():
+        first_line = path.read_text(encoding="utf-8").splitlines()[0]
+        print(f"  {label:<{width}}  {first_line.removeprefix('# ')}")
+    print()
+    print(
+        "next: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv"
+    )
 
+
+def _keys(text: str) -> str:
+    """Return every key of a recipe's classes by section: type, default and description."""
     from dualenc.recipe.check import parameters
     from dualenc.recipe.resolve import make_recipe
 
@@ -57,17 +62,30 @@ def _keys(text: str) -> str:
         if checked is None:
             continue
         kind = pkgutil.resolve_name(checked["class_path"])
-        texts = {}
-        for base in reversed(kind.__mro__):
-            for entry in docstring_parser.parse(base.__doc__ or "").params:
-                texts[entry.arg_name] = " ".join((entry.description or "").split())
+        descriptions = _descriptions(kind)
         lines.append(f"{section}: {kind.__name__}")
         for name, parameter in parameters(kind).items():
-            if name in checked["init_args"]:
-                value = re.sub(r"\w+\.", "", inspect.formatannotation(parameter.annotation))
-                is_required = parameter.default is parameter.empty
-                default = "required" if is_required else f"default: {parameter.default}"
-                lines.append(f"  {section}.{name} ({value}, {default})")
-                description = textwrap.wrap(texts.get(name, ""), 94)
-                lines += [" " * 6 + line for line in description]
+            # Arguments that a recipe fills in are not keys.
+            if name not in checked["init_args"]:
+                continue
+            annotation = inspect.formatannotation(parameter.annotation)
+            # Names without their modules: "Literal['a']" and not "typing.Literal['a']".
+            annotation = re.sub(r"\w+\.", "", annotation)
+            is_required = parameter.default is parameter.empty
+            default = "required" if is_required else f"default: {parameter.default}"
+            lines.append(f"  {section}.{name} ({annotation}, {default})")
+            for line in textwrap.wrap(descriptions.get(name, ""), 94):
+                lines.append(" " * 6 + line)
     return "\n".join(lines) + "\n"
+
+
+def _descriptions(kind: type) -> dict[str, str]:
+    """Return the documented arguments of a class and its bases, each in one line."""
+    import docstring_parser
+
+    descriptions = {}
+    # From the base to the class, which may describe an argument again.
+    for base in reversed(kind.__mro__):
+        for entry in docstring_parser.parse(base.__doc__ or "").params:
+            descriptions[entry.arg_name] = " ".join((entry.description or "").split())
+    return descriptions

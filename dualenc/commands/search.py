@@ -1,4 +1,4 @@
-"""`dualenc search`: an index or an engine, with a text, an image or a vector."""
+"""`dualenc search`: search an index or an engine with a text, an image or a vector."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def search(
 ) -> None:
     """Search an index or an engine with a text, or with an image or a vector given by its path.
 
-    The model that made the index encodes the query: with the query side of a query-document model
-    and its prompt, with the text or the image side of an image-text model. --hybrid needs an index
-    made with --bm25.
+    The model that built the index encodes the query: with the query side of a query-document model
+    and its prompt, or the text or image side of an image-text model. --hybrid needs an index with
+    BM25.
 
     Args:
         index: folder that `dualenc index` or `dualenc push` wrote.
-        query: text; path of an image if the model encodes images; of a .npy file with one vector if
-            it adapts vectors.
-        k: how many results.
-        where: only what meets this, by columns that were kept (`--columns`): year>=2020, lang=en,de
-            (any of them), lang!=en, author="Doe, Jane"; may be repeated.
-        filter: in PostgreSQL, only what meets this SQL expression: "year >= 2020 AND lang = 'en'";
-            in Qdrant, what matches this JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
+        query: text; or the path of an image if the model encodes images, of a .npy file with one
+            vector if it adapts vectors.
+        k: number of results.
+        where: condition on a column that was kept (`--columns`): year>=2020, lang=en,de (any of
+            them), lang!=en, author="Doe, Jane"; may be repeated, and all must hold.
+        filter: condition of an engine. PostgreSQL takes SQL: "year >= 2020 AND lang = 'en'"; Qdrant
+            takes JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
     ranking.check()
@@ -65,9 +65,9 @@ def search(
     if json:
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
-        restricted = (
-            " that meets all conditions; give fewer or wider ones" if where or filter else ""
-        )
+        restricted = ""
+        if where or filter:
+            restricted = " that meets all conditions; give fewer or wider ones"
         print(printable(f"nothing was found for {query!r}{restricted}"))
     else:
         _print_results(query, results, list(columns), searcher.index.has_snippets)
@@ -76,39 +76,39 @@ def search(
 def _print_results(
     query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
 ) -> None:
+    """Print results as a table, with the columns that were kept."""
     from dualenc.evaluation.report_page import Table, print_table
 
     names = ["rank", "id", "score", *columns]
     if has_snippets:
         names.append("snippet")
     for result in results:
-        # Tables write numbers with separators, and a year is no quantity.
+        # As text: tables separate thousands, which is wrong for a year.
         result.update({name: str(result[name]) for name in columns if result[name] is not None})
     print_table(Table(query, [{name: result[name] for name in names} for result in results]))
 
 
 def _open(index: str, query: str, ranking: RankingOptions, options: SearchOptions) -> Searcher:
-    """Open an index with the models that the query needs."""
+    """Open an index with the model and the texts that the query needs."""
     from dualenc.search.searcher import Searcher
     from dualenc.workflows.session import start_processes
 
     if not query.strip():
-        raise DualencError("the query is empty; give a text, or the path of an image")
+        raise DualencError("the query is empty", fix="give a text, or the path of an image")
     device = start_processes(options.device)
     more = {"device": device, "hybrid": ranking.hybrid is not None}
     return Searcher.open(index, **vars(options) | more)
 
 
 def _modality(query: str, takes: Sequence[Modality]) -> Modality:
-    """The modality of a query: an image if it is a file of one, by its content, or looks like its
-    name; else a text.
+    """Return the modality of a query; warn if a path is searched as a text.
 
-    A path that is searched as a text is reported.
+    A query is an image if it is the path of an image file, by its content, or looks like one.
     """
     from dualenc.data.readers.images import is_image
     from dualenc.io.decoding import has_image
 
-    # `Path.is_file` fails for a text that is longer than the name of a file may be.
+    # `Path.is_file` raises for a text that is longer than a file name can be.
     is_file = os.path.isfile(query)
     is_picture = has_image(query) if is_file else is_image(Path(query))
     if "image" in takes and is_picture:
@@ -116,25 +116,23 @@ def _modality(query: str, takes: Sequence[Modality]) -> Modality:
     if "text" not in takes:
         return takes[0]
     if is_file and (is_picture or "image" in takes):
-        reason = (
-            "is an image, and the model of this index takes texts"
-            if is_picture
-            else "is not an image"
-        )
+        reason = "is not an image"
+        if is_picture:
+            reason = "is an image, and the model of this index takes texts"
         logger.warning("%s: the file %s; its path is searched as a text", printable(query), reason)
-    elif (
-        "image" in takes
-        and os.sep in query
-        and os.path.isdir(os.path.dirname(query))
-        and not re.search(r"\s", query)
-    ):
+    elif "image" in takes and _looks_like_path(query):
         logger.warning("%s: no such file; the path is searched as a text", printable(query))
     return "text"
 
 
+def _looks_like_path(query: str) -> bool:
+    """Return True if a query without white space begins with an existing folder."""
+    has_folder = os.sep in query and os.path.isdir(os.path.dirname(query))
+    return has_folder and not re.search(r"\s", query)
+
+
 def _item(query: str, modality: Modality) -> Any:
-    """The text, image or vector that a query names; a vector is the one of a .npy file of shape
-    (D,) or (1, D)."""
+    """Return the query text, or open the image or .npy vector, (D,) or (1, D), that it names."""
     from dualenc.data import open_image
     from dualenc.data.readers.vectors import load_npy
 
@@ -144,9 +142,13 @@ def _item(query: str, modality: Modality) -> Any:
         return query
     if Path(query).suffix != ".npy":
         raise DualencError(
-            f"{query!r}: the model adapts vectors; give a .npy file with that of the query"
+            "the model adapts vectors",
+            fix="give a .npy file with that of the query",
+            where=repr(query),
         )
     vectors = load_npy(Path(query))
     if len(vectors) != 1:
-        raise DualencError(f"{query}: holds {len(vectors)} vectors; give the one to search with")
+        raise DualencError(
+            f"holds {len(vectors)} vectors", fix="give the one to search with", where=query
+        )
     return vectors[0].astype("float32")

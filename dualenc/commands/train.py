@@ -1,4 +1,4 @@
-"""`dualenc train`: a recipe, from its first step or its latest checkpoint."""
+"""`dualenc train`: train a recipe, from its first step or its latest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from dualenc.io.terminal import printable
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
-STAND_IN = "DATA"  # where the recipe names no data that a following command could read
+STAND_IN = "DATA"  # stands for data that the next command could not read from the recipe
 _INDEXED = {
     "image": ("image_column", "image"),
     "image-text": ("left_column", "image"),
     "vector": ("right_column", "vector"),
 }
-"""The column whose items are searched by kind of model, and what they are; of the others right
-texts."""
+"""Column whose items are searched, and their modality, by kind of model; by default right texts."""
 
 
 def train(
@@ -38,12 +37,12 @@ def train(
     evaluation, with a checkpoint and exit code 143, 138 or 130; a second Ctrl-C ends it at once.
 
     Args:
-        recipe: YAML file that names the classes of model, data, objective, batching and evaluator,
-            and their arguments.
-        overrides: section.key=value each, such as trainer.epochs=3 objective.temperature=0.05.
+        recipe: YAML file with the classes of model, data, objective, batching and evaluator, and
+            their arguments.
+        overrides: section.key=value pairs, such as trainer.epochs=3 objective.temperature=0.05.
         resume: continue exactly from the latest checkpoint in trainer.output.
-        allow_module: module other than dualenc whose classes the recipe may name, and whose code
-            thus runs; repeatable.
+        allow_module: module other than dualenc whose classes the recipe may name, so that its code
+            runs; repeatable.
     """
     from dualenc.recipe.resolve import read_recipe
 
@@ -66,6 +65,7 @@ def train(
 
 
 def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
+    """Print the metrics of a training before and after, and the next commands."""
     loss = "" if math.isnan(result.loss) else f", training loss {result.loss:.4f}"
     print(f"\n{result.steps} steps in {result.seconds:.0f} s{loss}")
     width = max(map(len, result.metrics), default=0)
@@ -80,8 +80,12 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 
 
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
-    """The words after `dualenc` of what follows a training: report, evaluate and index, with the
-    data of its recipe."""
+    """Return the words after `dualenc` of the next commands: report, evaluate and index.
+
+    Args:
+        model: model folder of the run.
+        settings: resolved recipe, whose data the commands read.
+    """
     from dualenc.encoders.load import folder_kind
     from dualenc.workflows.session import EVALUATIONS
 
@@ -89,7 +93,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
     indexed = [STAND_IN]
-    # Rows of mined negatives hold several texts each: no corpus.
+    # Rows of mined negatives hold several texts each and cannot be indexed.
     if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith(
         "MinedPairs"
     ):
@@ -101,7 +105,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
         if column:
             indexed += [f"--{items}-column", column]
         if column and kind == "image-text" and not data["path"].endswith(".parquet"):
-            # A path, which has a row for each of its captions.
+            # An image path is repeated for each of its captions, and is indexed once by its id.
             indexed += ["--id-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
     held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
@@ -131,7 +135,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _options(arguments: Mapping[str, Any], *names: str) -> list[str]:
-    """The options of a command that stand for arguments; none for null."""
+    """Return the options of a command that stand for arguments; null arguments are left out."""
     words = []
     for name in names:
         value = arguments.get(name)

@@ -284,7 +284,7 @@ class TinyImageNetC(CorruptedImages):
         corruptions: names to read; by default all in the folder.
 
     Raises:
-        DualencError: if there are no images.
+        DualencError: if the folder does not contain images.
     """
 
     def __init__(self, path: str | Path, corruptions: Sequence[str] = ()):

@@ -1,6 +1,6 @@
 """Image-text retrieval in both directions, with any number of captions per image.
 
-Captions are matched with images by ids, because unreadable items have no embedding.
+Captions are matched with images by ids, because unreadable items are not embedded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Matched(NamedTuple):
     Attributes:
         image_rows: (I,) rows of the matched images among the embeddings.
         text_rows: (T,) rows of the matched texts among the embeddings.
-        captions: for each of the I images the numbers of its texts, from 0 to T - 1.
+        captions: numbers of the texts of each of the I images, from 0 to T - 1.
         text_of_pair: (M,) number of the text of each pair. A caption of two images occurs twice.
     """
 

@@ -50,7 +50,7 @@ def score_queries(qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS) -> d
         Scores such as "ndcg@10" or "mrr@10" by query id.
 
     Raises:
-        DualencError: if there are no judgements, or a score is not finite.
+        DualencError: if `qrels` is empty, or a score is not finite.
     """
     qrels = {query: grades for query, grades in qrels.items() if grades}
     if not qrels:

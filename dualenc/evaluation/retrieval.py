@@ -186,7 +186,7 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
         trained_ids: ids of the documents in training.
 
     Returns:
-        Two results, or one if a part would have no queries.
+        Two results, or one if the other would be empty.
     """
     seen, unseen = divide_by_training(result.qrels, trained_ids)
     parts = []

@@ -60,7 +60,7 @@ def read_templates(path: StrPath) -> list[str]:
         path: text file; blank lines are skipped.
 
     Raises:
-        DualencError: if a line does not have `{}` exactly once, or there is no template.
+        DualencError: if a line does not have `{}` exactly once, or the file is empty.
     """
     templates = []
     for location, line in read_lines(path):

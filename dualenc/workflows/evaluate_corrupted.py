@@ -156,7 +156,7 @@ def _open_training(images: Corpus, name: str, source: CorruptedImages) -> _Train
     labels = require_labels(images, name, for_training=True)
     if source.labels is None:
         raise DualencError(
-            "the images to test have no labels, which the robustness table needs",
+            "the images to test lack labels, which the robustness table needs",
             fix="give a label column",
         )
     tested = align_labels(
@@ -333,7 +333,7 @@ def _add_errors(
         for row, name in zip(rows, errors):
             row["CE"] = relative.get(name, "")
         rows[-1]["CE"] = robustness["mean_corruption_error"]
-    # The summary has the means alone; the errors by severity are a table of their own.
+    # Copied before the errors by severity are added: the summary shows only means.
     summary = Table("Robustness of a linear probe", [dict(robustness)])
     severities = [str(severity) for severity in SEVERITIES]
     robustness["errors"] = {name: dict(zip(severities, own)) for name, own in by_name.items()}

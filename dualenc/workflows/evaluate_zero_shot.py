@@ -75,7 +75,7 @@ def evaluate_zero_shot(
         Accuracies of all images and by class, and the folder with all files.
 
     Raises:
-        DualencError: if the images have no labels or the classes no names.
+        DualencError: if the images lack labels or the classes lack names.
     """
     with EvaluationFolder(
         "zero-shot", model, data, out=out, device=device, progress=progress
@@ -96,7 +96,7 @@ def evaluate_zero_shot(
         )
         prompt_vectors = np.asarray(embedded_prompts.vectors, np.float32)
         class_vectors = class_embeddings(prompt_vectors, len(classes.names))
-        # Images that could not be read have no embedding.
+        # Images that could not be read are not embedded.
         labels = classes.labels[rows_of(images.ids, embedded.ids)]
         vectors = np.asarray(embedded.vectors, np.float32)
         ranks = best_positive_ranks(vectors, class_vectors, labels[:, None].tolist())
@@ -158,14 +158,14 @@ def _name_classes(
         data: name of the data in errors.
 
     Raises:
-        DualencError: if a class has no name, or the file does not match the data.
+        DualencError: if a class lacks a name, or the file does not match the data.
     """
     recorded = recorded or ()
     lines = recorded if file is None else [line for _, line in read_lines(file)]
     names = [readable_class(line) for line in lines]
     if are_numbers(names):
         raise DualencError(
-            "the classes have no names",
+            "the classes are not named",
             fix="give them with --class_names FILE, one on each line",
             where=data,
         )

@@ -50,7 +50,7 @@ UNFINISHED = (
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation measured, and where it was written. The same on every process.
+    """Metrics of an evaluation and where they were written. The same on every process.
 
         result = evaluate_retrieval("runs/first/model", "data/scifact")
         result.metrics["systems"]["first"]["mean"]["ndcg@10"]

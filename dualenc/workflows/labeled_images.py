@@ -63,7 +63,7 @@ def require_other_images(train: str, train_split: str, data: str, split: str) ->
     parts: set[Any] = {train_split, split}
     is_same = recorded_name(train) == recorded_name(data)
     if is_same and detect(data) == "images":
-        # Two split names may lead to one folder, if the folder has no splits.
+        # Two split names may lead to one folder, if the folder is not divided into splits.
         parts = {split_folder(data, part) for part in parts}
     if is_same and len(parts) == 1:
         raise DualencError(
@@ -82,11 +82,11 @@ def require_labels(corpus: Corpus, what: str, *, for_training: bool = False) -> 
         for_training: require two classes or more.
 
     Raises:
-        DualencError: if there are no labels, or too few classes.
+        DualencError: if the images lack labels, or there are too few classes.
     """
     if corpus.labels is None:
         raise DualencError(
-            "there are no labels",
+            "the images lack labels",
             fix="name their column with --label-column, or use class folders",
             where=what,
         )

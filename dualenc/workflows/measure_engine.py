@@ -87,7 +87,7 @@ def evaluate_engine(
         The recall of all filters and of each.
 
     Raises:
-        DualencError: if the folder has no measurement to repeat, or no row meets a filter.
+        DualencError: if the folder does not record a measurement, or no row meets a filter.
     """
     checked = checked_filters(filters, queries)
     searched = open_searched(Path(folder))

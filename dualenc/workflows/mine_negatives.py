@@ -24,7 +24,7 @@ from dualenc.workflows.session import embed_into, open_model, start_processes, w
 
 @dataclass(frozen=True)
 class MiningReport:
-    """What was mined, and where it is. The same on every process.
+    """Counts of a mining run, and its output. The same on every process.
 
         report = mine("runs/first/model", "data/scifact", out="mined.jsonl")
         print(report.counts.negatives)

@@ -21,7 +21,7 @@ logger = logging.getLogger("dualenc.workflows")
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push sent, and where it is stored.
+    """Location of pushed vectors, and how many were sent.
 
         result = push("embeddings", "postgresql://me@localhost/papers")
         print(result.sent, result.location)

@@ -93,7 +93,7 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class QuickstartResult:
-    """What the quickstart trained and measured, and where it is.
+    """Metrics of the quickstart, and its folder.
 
         result = quickstart(out="quickstart-run")
         result.metrics["trained"]["ndcg@10"] - result.metrics["BM25"]["ndcg@10"]

@@ -59,7 +59,7 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     folders = [str(run), *map(str, others)]
     runs = [read_run(Path(folder)) for folder in folders]
     if len({each.name for each in runs}) < len(runs):
-        # Folders of one name are told apart by their paths.
+        # Folders with equal names are shown by their paths.
         runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
     ends = [row for each in runs for row in _ends(each)]
     tables = [Table("Metrics on held-out data", ends)] if ends else []

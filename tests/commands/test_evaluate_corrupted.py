@@ -96,7 +96,7 @@ def test_the_mean_corruption_error_is_relative_to_a_baseline(
     # Of itself every error is 1 (or undefined), and a measured file is a baseline.
     assert read_baseline(tmp_path / "out" / "metrics.json")["fog"] == pytest.approx(sums["fog"] / 5)
     words = ("evaluate", "corrupted", *words, "--out", tmp_path / "other")
-    assert "the baseline has no errors under pixelate" in failure(capsys, *words, *FEW)
+    assert "the baseline lacks an error rate under pixelate" in failure(capsys, *words, *FEW)
     assert "--baseline is for the errors of a linear probe" in failure(
         capsys, "evaluate", "corrupted", image_model, data, "--baseline", baseline
     )

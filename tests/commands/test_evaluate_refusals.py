@@ -59,7 +59,7 @@ REFUSALS = [
     ("zero-shot {clip} {colours} --class-names {few.txt}", "1 class names, but there is a label 2"),
     ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
     ("probe {text} {splits}", "is of kind query-document and does not encode images"),
-    ("probe {image} {flat} --train {splits}", "there are no labels"),
+    ("probe {image} {flat} --train {splits}", "the images lack labels"),
     (
         "probe {image} {colours}",
         "a probe would be tested on its own training images; name other images to train on: --train",

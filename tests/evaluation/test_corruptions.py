@@ -185,16 +185,16 @@ DAMAGE = [
     ),
     (
         lambda folder: (folder / "fog.npy").write_bytes(b"\x93NUMPY"),
-        "fog.npy: not a whole .npy file",
+        "fog.npy: not a complete .npy file",
     ),
     (lambda folder: (folder / "labels.npy").unlink(), "labels.npy: no such file"),
     (
         lambda folder: np.save(folder / "labels.npy", np.arange(20)),
-        "20 labels are no five equal blocks",
+        "20 labels are not five equal blocks",
     ),
     (
         lambda folder: np.save(folder / "fog.npy", np.zeros((20, 32, 32, 3))),
-        "fog.npy: float64 of shape",
+        "fog.npy: is float64 of shape",
     ),
 ]
 

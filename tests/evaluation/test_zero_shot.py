@@ -80,7 +80,7 @@ def test_class_names_are_made_readable(name: str, readable: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"", "no template"),
+        (b"", "does not contain a template"),
         (b"ok {}\nnone\n", ":2: a template needs"),
         (b"{} {}", ":1:"),
         (
