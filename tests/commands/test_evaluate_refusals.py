@@ -55,7 +55,7 @@ REFUSALS = [
     ("retrieval {text} {captioned}", "holds images; use `dualenc evaluate image-text`"),
     ("image-text {clip} {beir}", "pairs of text and text, not of image and text"),
     ("image-text {text} {captioned}", "needs kind image-text; use `dualenc evaluate retrieval`"),
-    ("zero-shot {clip} {captioned}", "no labels"),
+    ("zero-shot {clip} {captioned}", "lack labels"),
     ("zero-shot {clip} {colours} --class-names {few.txt}", "1 class names, but there is a label 2"),
     ("zero-shot {clip} {colours} --templates {bad.txt}", "bad.txt:1: a template needs {} once"),
     ("probe {text} {splits}", "is of kind query-document and does not encode images"),
