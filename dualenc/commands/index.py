@@ -78,7 +78,7 @@ def index(
         **vars(build),
         **vars(items),
     )
-    _print_result(result, source if out is None else out)
+    print_index(result, source if out is None else out)
 
 
 def _refuse_old_flags(append: bool, remove: str | None, verify: bool) -> None:
@@ -110,7 +110,7 @@ def _check_together(
         refuse_together("EMBEDDINGS without DATA", {"--side": side, **reading})
 
 
-def _print_result(result: IndexResult, folder: str) -> None:
+def print_index(result: IndexResult, folder: str) -> None:
     """Print kind, recall and speed of an index, and the texts that were added."""
     if result.num_vectors:
         _print_measurements(result, folder)

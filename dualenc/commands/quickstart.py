@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shlex
 import time
-from pathlib import Path
 
 from cyclopts.types import PositiveInt, UInt32
 
+from dualenc.commands.index import print_index
 from dualenc.commands.options import RankingOptions, SearchOptions
 from dualenc.commands.search import search
 from dualenc.io.terminal import printable
@@ -51,12 +51,14 @@ def quickstart(
     """
     from dualenc.evaluation.report_page import Table, print_table
     from dualenc.workflows import run_quickstart
+    from dualenc.workflows.session import describe_embeddings
 
     start = time.perf_counter()
     result = run_quickstart.quickstart(
         out=out, max_docs=max_docs, test_docs=test_docs, steps=steps, seed=seed
     )
-    _print_index(result.folder)
+    print(printable(describe_embeddings(result.embeddings, f"{result.folder}/embeddings")))
+    print_index(result.index, f"{result.folder}/index")
     rows = []
     for system, metrics in result.metrics.items():
         rows.append(
@@ -77,15 +79,3 @@ def quickstart(
         )
     next_words = NEXT.format(out=shlex.quote(str(result.folder)))
     print(f"Done in {time.perf_counter() - start:.0f} s.\n\n{next_words}")
-
-
-def _print_index(folder: Path) -> None:
-    """Print what was embedded, and the kind, recall and speed of the index."""
-    from dualenc.commands.index import _describe
-    from dualenc.data.store.vector_shards import Embeddings
-    from dualenc.search.index.open import Index
-    from dualenc.workflows.session import describe_embeddings
-
-    embeddings = folder / "embeddings"
-    print(printable(describe_embeddings(Embeddings.open(embeddings), embeddings)))
-    _describe(Index.open(folder / "index"), f"{folder}/index")

@@ -360,7 +360,9 @@ def _is_rate(value: object) -> bool:
 
 
 def robustness_rows(
-    errors: Vectors, corruptions: Sequence[str], severities: Sequence[int]
+    errors: Vectors,
+    corruptions: Sequence[str],
+    severities: Sequence[int],
 ) -> list[dict[str, str | float]]:
     """Return table rows of accuracies: one for each corruption, and a last one of means.
 

@@ -146,7 +146,12 @@ class GeneratedCorruptions(CorruptedImages):
 
 
 def corrupt(
-    image: Pixels, corruption: str, severity: int = 1, *, image_id: int | str = 0, seed: int = 0
+    image: Pixels,
+    corruption: str,
+    severity: int = 1,
+    *,
+    image_id: int | str = 0,
+    seed: int = 0,
 ) -> Pixels:
     """Return a corrupted version of an image, as a pure function of the arguments.
 

@@ -37,7 +37,10 @@ class Matched(NamedTuple):
 
 
 def match_captions(
-    left_id: Integers, right_id: Integers, image_ids: Sequence[int], text_ids: Sequence[int]
+    left_id: Integers,
+    right_id: Integers,
+    image_ids: Sequence[int],
+    text_ids: Sequence[int],
 ) -> Matched:
     """Match pairs with the rows of embeddings; a pair without an embedded side is left out.
 
@@ -74,7 +77,9 @@ def match_captions(
 
 
 def both_ways_ranks(
-    images: Vectors, texts: Vectors, captions: Sequence[Iterable[int]]
+    images: Vectors,
+    texts: Vectors,
+    captions: Sequence[Iterable[int]],
 ) -> dict[str, Integers]:
     """Rank the best match of every image among the texts, and of every text among the images.
 
@@ -133,7 +138,9 @@ def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5,
 
 
 def _shared_ranks(
-    queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]
+    queries: Vectors,
+    candidates: Vectors,
+    positives: Sequence[Iterable[int]],
 ) -> Integers:
     """Return `best_positive_ranks`, computed by all processes together."""
     # Processes take whole blocks: a matrix product depends on its shape in the last bits, and the

@@ -124,7 +124,9 @@ def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
 
 
 def best_positive_ranks(
-    queries: Vectors, candidates: Vectors, positives: Sequence[Iterable[int]]
+    queries: Vectors,
+    candidates: Vectors,
+    positives: Sequence[Iterable[int]],
 ) -> Integers:
     """Rank the best positive of each query among all candidates by inner product.
 
@@ -198,7 +200,10 @@ class Difference(NamedTuple):
 
 
 def paired_bootstrap(
-    a: Sequence[float] | Vectors, b: Sequence[float] | Vectors, *, samples: int = 10_000
+    a: Sequence[float] | Vectors,
+    b: Sequence[float] | Vectors,
+    *,
+    samples: int = 10_000,
 ) -> Difference:
     """Compare two systems by resampling the queries on which both were scored.
 

@@ -51,7 +51,8 @@ class Sample(NamedTuple):
         Args:
             share: share of the documents, first in the order, that have new vectors.
         """
-        is_new = self.places < embedded_at(share, self.num_documents)
+        num_embedded = embedded_at(share, self.num_documents)
+        is_new = self.places < num_embedded
         return np.where(is_new[:, None], self.new, self.mapped)
 
 
@@ -69,7 +70,10 @@ def mixed_name(share: float) -> str:
 
 
 def compared(
-    sample: Sample, old: np.ndarray, mapped: np.ndarray, new: np.ndarray
+    sample: Sample,
+    old: np.ndarray,
+    mapped: np.ndarray,
+    new: np.ndarray,
 ) -> dict[str, System]:
     """Return the systems of the report by name.
 
@@ -224,6 +228,7 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
         cell: dict[str, object] = {"": row["system"]}
         for name, values in row.items():
             if name != "system":
+                # Differences have a sign.
                 sign = "+" if name.endswith("old") else ""
                 mean, low, high = (f"{value:{sign}.3f}" for value in values)
                 cell[name] = f"{mean} [{low}, {high}]"
@@ -241,28 +246,48 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
     Raises:
         DualencError: if an entry is missing or of another type.
     """
-    facts: Any = report.get("facts")
-    systems: Any = report.get("systems")
-    served: Any = report.get("served")
-    is_whole = isinstance(facts, dict) and isinstance(systems, list) and isinstance(served, list)
-    # The last system is the new model; the others have its columns.
-    columns: set[str] = set()
-    if is_whole and systems and isinstance(systems[-1], dict):
-        columns = {*systems[-1]}
-    is_whole = is_whole and columns >= {"system", "recall@10"} and bool(served)
-    if not (
-        is_whole
-        and all(isinstance(row, dict) and row.keys() == columns for row in systems)
-        and {OLD, NEW} <= {str(row["system"]) for row in systems}
-        and all(_is_interval(row[name]) for row in systems for name in columns - {"system"})
-        and all(share in SHARES for share in served)
-        and all(value is None or isinstance(value, str | int | float) for value in facts.values())
-    ):
+    is_valid = (
+        _are_facts(report.get("facts"))
+        and _are_systems(report.get("systems"))
+        and _are_shares(report.get("served"))
+    )
+    if not is_valid:
         raise DualencError(
             "not the measurements of a migration",
             fix="remove the file, and the same command measures again",
             where=path,
         )
+
+
+def _are_facts(facts: Any) -> bool:
+    """Return True for settings by name."""
+    if not isinstance(facts, dict):
+        return False
+    return all(value is None or isinstance(value, str | int | float) for value in facts.values())
+
+
+def _are_systems(systems: Any) -> bool:
+    """Return True for rows of `summarize` that include the old and the new model."""
+    if not isinstance(systems, list) or not systems or not isinstance(systems[-1], dict):
+        return False
+    # The last system is the new model; the others have the same columns.
+    columns = systems[-1].keys()
+    if not columns >= {"system", "recall@10"}:
+        return False
+    for row in systems:
+        if not isinstance(row, dict) or row.keys() != columns:
+            return False
+        if not all(_is_interval(row[name]) for name in columns - {"system"}):
+            return False
+    names = {str(row["system"]) for row in systems}
+    return {OLD, NEW} <= names
+
+
+def _are_shares(served: Any) -> bool:
+    """Return True for a list of shares that a migration measures."""
+    if not isinstance(served, list) or not served:
+        return False
+    return all(share in SHARES for share in served)
 
 
 def _is_interval(value: Any) -> bool:

@@ -128,7 +128,11 @@ class LinearProbe(NamedTuple):
 
 
 def linear_probe(
-    train: Vectors, train_labels: Integers, *, l2: Sequence[float] = L2_SWEEP, seed: int = 0
+    train: Vectors,
+    train_labels: Integers,
+    *,
+    l2: Sequence[float] = L2_SWEEP,
+    seed: int = 0,
 ) -> LinearProbe:
     """Fit multinomial logistic regression on standardized features (scikit-learn, L-BFGS).
 
@@ -151,7 +155,10 @@ def linear_probe(
 
 
 def _validate(
-    train: Vectors, labels: Integers, l2: Sequence[float], seed: int
+    train: Vectors,
+    labels: Integers,
+    l2: Sequence[float],
+    seed: int,
 ) -> dict[float, float]:
     """Return the accuracy by λ on a tenth of the training images, after a fit on the others."""
     classes, sizes = np.unique(labels, return_counts=True)

@@ -109,6 +109,7 @@ def print_table(table: Table) -> None:
     blocks = lay_out([printable(name) for name in table.columns], rows, width)
     console = Console(width=width or 1 << 16, markup=False, emoji=False, highlight=False)
     console.print(Text(printable(table.caption), style="bold", overflow="fold"))
+    # Columns that do not fit side by side follow in further blocks.
     for block in blocks:
         drawn = RichTable(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number, cells, header in zip(block.columns, block.widths, block.headers):
@@ -164,6 +165,7 @@ def check_report_target(path: StrPath, remedy: str = "name another --out") -> No
     check_outside(path)
     check_file_target(path)
     if os.path.exists(path):
+        # The style is at the beginning; the file may be large.
         with open_regular(path) as stream:
             beginning = stream.read(1 << 16)
         if beginning and STYLE not in beginning:

@@ -72,7 +72,9 @@ def retrieve(
 
 
 def first_documents(
-    run: Run, depth: int, qrels: Qrels | None = None
+    run: Run,
+    depth: int,
+    qrels: Qrels | None = None,
 ) -> dict[str, dict[str, float]]:
     """Cut a run to the best documents of each query.
 
@@ -129,6 +131,7 @@ def bm25_run(collection: RetrievalSet, k: int) -> dict[str, dict[str, float]]:
     run = {}
     for number, query in enumerate(collection.queries.ids):
         hits = lexical.search(collection.queries[number], k)
+        # Hits are places in the sorted corpus.
         run[query] = {corpus.ids[rows[place]]: score for place, score in hits}
     return run
 
@@ -200,7 +203,8 @@ def split_by_training(result: Result, trained_ids: Iterable[str]) -> list[Result
 
 
 def divide_by_training(
-    qrels: Qrels, trained_ids: Iterable[str]
+    qrels: Qrels,
+    trained_ids: Iterable[str],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide judgements by queries with and without a relevant document that was in training.
 
@@ -213,6 +217,7 @@ def divide_by_training(
     unseen: dict[str, Any] = {}
     for query, grades in qrels.items():
         relevant = {name for name, grade in grades.items() if grade > 0}
+        # One is enough: the query's relevance was partly learned.
         part = unseen if relevant.isdisjoint(trained) else seen
         part[query] = grades
     return seen, unseen
@@ -226,13 +231,18 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     """
     rows: list[dict[str, object]] = []
     for result in results:
-        sizes = {"queries": len(result.per_query), "documents": result.num_documents}
-        scores = {name: result.means[name] for name in HEADLINES}
-        rows.append({"data": result.dataset, "system": result.system, **sizes, **scores})
+        row: dict[str, object] = {
+            "data": result.dataset,
+            "system": result.system,
+            "queries": len(result.per_query),
+            "documents": result.num_documents,
+        }
+        row |= {name: result.means[name] for name in HEADLINES}
+        rows.append(row)
     # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
         for system, means in means_by_system(results).items():
-            row: dict[str, object] = {"data": "mean", "system": system}
+            row = {"data": "mean", "system": system}
             # Dashes: sizes do not have a mean worth reading.
             row |= {"queries": None, "documents": None}
             row |= {name: means[name] for name in HEADLINES}
@@ -284,7 +294,10 @@ def metrics_document(results: Sequence[Result]) -> dict[str, Any]:
         datasets = {}
         for result in results:
             if result.system == system:
-                sizes = {"queries": len(result.per_query), "documents": result.num_documents}
-                datasets[result.dataset] = {**sizes, "metrics": result.means}
+                datasets[result.dataset] = {
+                    "queries": len(result.per_query),
+                    "documents": result.num_documents,
+                    "metrics": result.means,
+                }
         document[system] = {"datasets": datasets, "mean": means}
     return document

@@ -24,7 +24,8 @@ import torch
 from tqdm import tqdm
 
 from dualenc.data import BeirPairs, read_beir
-from dualenc.encoders import TextEncoder, load_model
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders import TextEncoder
 from dualenc.encoders.tokenizer import train_tokenizer
 from dualenc.errors import DualencError
 from dualenc.evaluation.retrieval import Result, bm25_run
@@ -38,13 +39,12 @@ from dualenc.io.files import (
 )
 from dualenc.io.targets import check_outside
 from dualenc.objectives import GlobalCache
-from dualenc.search.embed.encode import embed
-from dualenc.search.index.open import Index
 from dualenc.training.checkpoint import mark_run
 from dualenc.training.evaluators import RetrievalEvaluator
 from dualenc.training.trainer import Trainer
 from dualenc.types import StrPath
-from dualenc.workflows.session import recorded_name, report_skipped, start_processes
+from dualenc.workflows.build_index import IndexResult, index
+from dualenc.workflows.embed_corpus import embed
 
 logger = logging.getLogger("dualenc.workflows")
 
@@ -103,6 +103,8 @@ class QuickstartResult:
         num_documents: number of documents in the corpus.
         num_test: number of functions that were held out from training.
         steps: number of training steps.
+        embeddings: embeddings of the documents.
+        index: kind, recall and speed of the index.
         metrics: retrieval metrics on the held-out functions by system: "untrained", "BM25" and
             "trained".
     """
@@ -111,6 +113,8 @@ class QuickstartResult:
     num_documents: int
     num_test: int
     steps: int
+    embeddings: Embeddings
+    index: IndexResult
     metrics: Mapping[str, Mapping[str, float]]
 
 
@@ -182,32 +186,17 @@ def quickstart(
         evaluator = RetrievalEvaluator(folder / "data")
         trainer = _trainer(folder, steps, seed, progress)
         trained = trainer.fit(untrained, pairs, _objective(pairs), evaluator=evaluator)
-        _build_index(folder, trained.model_folder, progress)
+        # An earlier quickstart's embeddings are of another model.
+        remove(folder / "embeddings")
+        embeddings = embed(
+            str(trained.model_folder),
+            str(folder / "data"),
+            out=folder / "embeddings",
+            progress=progress,
+        )
+        indexed = index(str(folder / "embeddings"), out=folder / "index", progress=progress)
     metrics = {"untrained": trained.before, "BM25": bm25.means, "trained": trained.metrics}
-    return QuickstartResult(folder, len(docstrings), test_docs, steps, metrics)
-
-
-def _build_index(folder: Path, model: Path, progress: bool) -> None:
-    """Embed the corpus with the trained model, and index it."""
-    remove(folder / "embeddings")
-    encoder = load_model(str(model), device=str(start_processes()))
-    data = BeirPairs(folder / "data", "train")
-    embeddings = embed(
-        encoder.right,
-        data.corpus,
-        folder / "embeddings",
-        identity={"side": "right"},
-        progress=progress,
-        # As `dualenc embed` records them, so that `dualenc index` can add texts and BM25.
-        notes={
-            "model": recorded_name(str(model)),
-            "kind": encoder.kind,
-            "data": recorded_name(str(folder / "data")),
-            "read": {},
-        },
-    )
-    report_skipped(embeddings)
-    Index.build(embeddings, None, folder=folder / "index", progress=progress)
+    return QuickstartResult(folder, len(docstrings), test_docs, steps, embeddings, indexed, metrics)
 
 
 class Docstring(NamedTuple):
