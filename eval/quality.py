@@ -88,7 +88,10 @@ class PairRetrieval(KNNEvaluator):
                 )
                 parts.append(model("left", inputs).detach().cpu().numpy())
         both = np.stack([np.concatenate(parts) for parts in views], axis=1)
-        return {**super().__call__(model), "pair_top1": summarize_nearest(nearest_images(both))["top1"]}
+        return {
+            **super().__call__(model),
+            "pair_top1": summarize_nearest(nearest_images(both))["top1"],
+        }
 
 
 def train_and_measure(

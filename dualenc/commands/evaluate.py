@@ -245,4 +245,5 @@ def engine(folder: str, *, options: RecallOptions) -> None:
 
     measured = evaluate_engine(folder, **vars(options))
     print_recall(measured)
+    # After the table, which shows the filters that lose results.
     measured.check()

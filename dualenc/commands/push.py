@@ -75,6 +75,7 @@ def push(
         replace=replace,
         **vars(options),
     )
+    # The workflow has logged what was sent before it measured.
     if result.recall is not None:
         print_recall(result.recall)
         result.recall.check()

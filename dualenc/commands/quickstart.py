@@ -19,7 +19,7 @@ SEARCHES = (
 )
 FEW_STEPS = 100  # the model hardly learns in fewer
 NEXT = """\
-What to type next:
+Next commands:
   dualenc search {out}/index "your own question"
   dualenc evaluate retrieval {out}/model {out}/data --split test --bm25
   dualenc adapt {out}/index your_clicks.csv --out adapted
@@ -68,6 +68,7 @@ def quickstart(
         f"{result.num_test:,} held-out functions, searched among {result.num_documents:,} documents"
     )
     print_table(Table(title, rows))
+    # As a user would type them, with the model loaded from its folder.
     for query in SEARCHES:
         search(
             f"{result.folder}/index", query, k=3, ranking=RankingOptions(), options=SearchOptions()

@@ -106,7 +106,7 @@ def judged_scores(
         document_ids: (n,) ids of the documents.
         qrels: grades by query id.
     """
-    scores = {}
+    scores: dict[str, Scores] = {}
     for name, (queries, documents) in systems.items():
         run = retrieve(query_ids, queries, document_ids, documents, depth=10, qrels=qrels)
         per_query = score_queries(qrels, run, (10,)).values()
@@ -124,7 +124,7 @@ def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[st
         rows: (Q,) rows of the documents that are the queries.
     """
     truth = neighbours(*systems[NEW], rows)
-    scores = {}
+    scores: dict[str, Scores] = {}
     for name, system in systems.items():
         nearest = neighbours(*system, rows)
         scores[name] = {"recall@10": overlap(nearest, truth)}

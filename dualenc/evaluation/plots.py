@@ -76,7 +76,6 @@ def as_svg(figure: Figure) -> str:
 
     stream = io.StringIO()
     # A random salt and the date would change the bytes on every run.
-    settings = {"svg.hashsalt": "dualenc", "svg.fonttype": "none"}
-    with matplotlib.rc_context(settings):
+    with matplotlib.rc_context({"svg.hashsalt": "dualenc", "svg.fonttype": "none"}):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()

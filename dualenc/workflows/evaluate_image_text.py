@@ -97,7 +97,7 @@ def evaluate_image_text(
         matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
         image_vectors = np.asarray(images.vectors, np.float32)
         ranks = ranks_of_pairs(image_vectors, np.asarray(texts.vectors, np.float32), matched)
-        facts = {"model": model, "data": data, "split": split}
+        facts: dict[str, object] = {"model": model, "data": data, "split": split}
         return distributed.from_main(lambda: _conclude(evaluation, short_name(data), facts, ranks))
 
 
@@ -109,6 +109,7 @@ def _conclude(
     for direction, own in ranks.items():
         label = direction.replace("_", " ")
         rows.append({"direction": label, "queries": len(own), **recall_at(own, CUTOFFS)})
+    # Each caption of a pair is a query, so duplicate captions count.
     facts["images"] = len(ranks["image_to_text"])
     facts["texts"] = len(ranks["text_to_image"])
     return evaluation.conclude(

@@ -75,6 +75,7 @@ def evaluate_probe(
     """
     split = split or default_split(data)
     source = train or data
+    # Before the folder is locked and the model loaded.
     require_other_images(source, train_split, data, split)
     with EvaluationFolder(
         "probe", model, data, out=out, device=device, progress=progress
@@ -113,6 +114,7 @@ def _conclude(
     """Fit the probes, and write their accuracies."""
     features, labels = train
     test_features, test_labels = test
+    # A small training set may have fewer images.
     k = min(NEIGHBORS, len(labels))
     linear = linear_probe(features, labels, seed=seed)
     vectors = (features, labels, test_features)

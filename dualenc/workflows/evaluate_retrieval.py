@@ -157,6 +157,7 @@ def evaluate_retrieval(
     with EvaluationFolder(
         "retrieval", model, sources[0], out=out, device=device, progress=progress
     ) as evaluation:
+        # NanoBEIR stands for its thirteen collections.
         names = [name for source in sources for name in expand_name(source)]
         settings = _Settings(
             split, columns, documents, bm25, hybrid, weight, keep_self_matches, batch_size
@@ -170,6 +171,7 @@ def _evaluate(
 ) -> EvaluationResult:
     """Rank the documents of every collection with every system, and score the rankings."""
     split = settings.split or default_split(data[0])
+    # A refused evaluation leaves no new folder behind.
     with removed_if_refused(evaluation.folder, RESULT):
         indexed = None
         if settings.documents is not None:
@@ -180,6 +182,7 @@ def _evaluate(
     for name, collection in collections.items():
         folder = Path(name if len(data) > 1 else "")
         dense = _rank_by_model(evaluation, folder, encoder, collection, indexed, split, settings)
+        # All processes embed and search; the main one scores and writes.
         if not distributed.is_main():
             continue
         own = short_name(evaluation.model)
@@ -190,6 +193,7 @@ def _evaluate(
             result = Result(system, name, run, collection.qrels, len(collection.corpus))
             result.write(evaluation.folder / folder / FOLDERS.get(system, ""))
             results.append(result)
+            # Adapted models are also scored by whether a document was in training.
             if run is dense and isinstance(encoder, IndexEncoder) and encoder.trained_ids:
                 results += split_by_training(result, encoder.trained_ids)
     return distributed.from_main(
@@ -318,6 +322,7 @@ def _open_collection(
     """Open one collection; return the name of its folder or file with it."""
     split = settings.split or default_split(source)
     if detect(source) == "beir" or is_collection(source):
+        # Resolved, because "." has no name.
         name = Path(source).resolve().name
         if indexed is None:
             collection = read_beir(source, split)
@@ -336,6 +341,7 @@ def _open_collection(
         raise DualencError(
             "--bm25 needs texts, and it holds vectors", fix="leave it out", where=source
         )
+    # Run files cannot hold some names; refuse them before hours of embedding.
     check_trec_names(collection.queries.ids, f"{source}: query id")
     check_trec_names(collection.corpus.ids, f"{source}: document id")
     return name, collection
@@ -352,6 +358,7 @@ def _over_index(indexed: Embeddings, source: str, split: str, settings: _Setting
     queries, qrels = read_judged_queries(Path(source), split, indexed.ids, bad_rows)
     check_judged(source, qrels, indexed.ids, index)
     if settings.needs_texts:
+        # In the order of the index, whose vectors are not copied.
         texts = read_corpus(source, bad_rows=bad_rows)
         rows = rows_of(texts.ids, indexed.ids)
         if (rows < 0).any():
@@ -378,6 +385,7 @@ def _open_pairs(source: str, split: str, columns: Mapping[str, Any]) -> Retrieva
     except DualencError as error:
         if Path(source).is_file():
             raise
+        # A path that is not a file may also be a misspelled or incomplete BEIR folder.
         reason = str(error).removeprefix(f"{source}: ")
         raise DualencError(
             "neither a BEIR folder (corpus.jsonl, queries.jsonl, qrels/) nor pairs "

@@ -101,7 +101,7 @@ def evaluate_zero_shot(
         vectors = np.asarray(embedded.vectors, np.float32)
         ranks = best_positive_ranks(vectors, class_vectors, labels[:, None].tolist())
         classes = classes._replace(labels=labels)
-        facts = {"model": model, "data": data, "split": split}
+        facts: dict[str, object] = {"model": model, "data": data, "split": split}
         return distributed.from_main(
             lambda: _conclude(evaluation, short_name(data), facts, classes, ranks)
         )

@@ -129,6 +129,7 @@ class EvaluationFolder:
         """Return True if the folder holds this task's results, or an interrupted evaluation."""
         if (folder / RESULT).is_file():
             return read_json_object(folder / RESULT).get("task") == self.task
+        # An interrupted evaluation has embeddings, which the same command reuses.
         return any(True for pattern in UNFINISHED for _ in folder.glob(pattern))
 
     def check_weights(self, *towers: Tower) -> None:
@@ -138,6 +139,7 @@ class EvaluationFolder:
             DualencError: if the folder holds the results of other weights.
         """
         self.weights = sorted({tower_checksum(tower) for tower in towers})
+        # A run that was trained again in place has the same model name and other weights.
         result = self.folder / RESULT
         if result.is_file() and read_json_object(result).get("weights") != self.weights:
             raise DualencError(

@@ -118,7 +118,9 @@ def labeled_features(
     embedded = evaluation.embed_items(
         f"features/{part}", tower, corpus, output="features", **options
     )
-    return np.asarray(embedded.vectors, np.float32), labels[rows_of(corpus.ids, embedded.ids)]
+    # Unreadable images have been left out of the embeddings.
+    rows = rows_of(corpus.ids, embedded.ids)
+    return np.asarray(embedded.vectors, np.float32), labels[rows]
 
 
 def open_image_tower(evaluation: EvaluationFolder) -> Tower:
@@ -130,6 +132,7 @@ def open_image_tower(evaluation: EvaluationFolder) -> Tower:
             fix="give a model of kind image",
             where=evaluation.model,
         )
+    # Dropout and BatchNorm would make features depend on the batch.
     encoder.eval()
     evaluation.check_weights(encoder.left)
     return encoder.left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,12 +90,10 @@ def evaluate_engine(
     Raises:
         DualencError: if the folder does not record a measurement, or no row meets a filter.
     """
+    # Mistakes in the file are reported before an engine is connected.
     checked = checked_filters(filters, queries)
-    searched = open_searched(Path(folder))
-    with locked(folder, wait=False):
-        measured = measure_recall(Path(folder), searched, checked, queries, recall)
-    searched.close()
-    return measured
+    with closing(open_searched(Path(folder))) as searched, locked(folder, wait=False):
+        return measure_recall(Path(folder), searched, checked, queries, recall)
 
 
 def checked_filters(filters: str | None, queries: str | None) -> list[str] | None:
@@ -113,6 +112,7 @@ def measure_recall(
 ) -> EngineRecall:
     """Choose settings for new filters, or repeat the measurement that the folder records."""
     if filters is None:
+        # The recorded target is a promise, unless another one is requested.
         measured, target = measure_again(folder, searched)
         target = target if recall is None else recall
     else:

@@ -122,6 +122,7 @@ def mine(
         allow_outside=allow_outside,
         split=split,
     )
+    # Distinct items of both sides, each embedded once.
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)
@@ -130,6 +131,7 @@ def mine(
         "notes": {"model": model},
         "progress": progress,
     }
+    # The lock keeps other runs from the same work folder; processes of this run share it.
     with writing(out):
         queries = embed_into(folder / "queries", encoder.left, left, side="left", **settings)
         documents = embed_into(folder / "documents", encoder.right, right, side="right", **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,30 +110,30 @@ def push(
         engine, sent = push_embeddings(
             opened, target, name, metric=metric, index=index, replace=replace, progress=progress
         )
-        engine.meta["embeddings"] = str(source)
-        earlier = read_pushed(folder) if is_pushed(folder) else {}
-        if earlier and engine.is_remembered(earlier):
-            # A second push keeps the settings that were measured.
-            engine.meta["settings"] = earlier.get("settings", {})
-        engine.save(folder)
-        stored: dict[str, Any] = {
-            "location": engine.location,
-            "count": len(engine),
-            "dim": engine.dim,
-            "metric": engine.meta["metric"],
-            "sent": sent,
-        }
-        # Logged before the measurement, which may fail after hours of sending.
-        logger.info(
-            "%s vectors of dimension %d (%s) → %s; %s sent",
-            f"{len(engine):,}",
-            engine.dim,
-            engine.meta["metric"],
-            engine.location,
-            f"{sent:,}",
-        )
-        measured = None
-        if checked is not None:
-            measured = measure_recall(folder, engine, checked, queries, recall)
-    engine.close()
+        with closing(engine):
+            engine.meta["embeddings"] = str(source)
+            earlier = read_pushed(folder) if is_pushed(folder) else {}
+            if earlier and engine.is_remembered(earlier):
+                # A second push keeps the settings that were measured.
+                engine.meta["settings"] = earlier.get("settings", {})
+            engine.save(folder)
+            stored: dict[str, Any] = {
+                "location": engine.location,
+                "count": len(engine),
+                "dim": engine.dim,
+                "metric": engine.meta["metric"],
+                "sent": sent,
+            }
+            # Logged before the measurement, which may fail after hours of sending.
+            logger.info(
+                "%s vectors of dimension %d (%s) → %s; %s sent",
+                f"{len(engine):,}",
+                engine.dim,
+                engine.meta["metric"],
+                engine.location,
+                f"{sent:,}",
+            )
+            measured = None
+            if checked is not None:
+                measured = measure_recall(folder, engine, checked, queries, recall)
     return PushResult(folder, **stored, recall=measured)

@@ -160,6 +160,7 @@ def quickstart(
     with locked(folder, wait=False):
         docstrings = read_docstrings(max_docs, progress=progress)
         write_collection(folder / "data", docstrings, test_docs, seed)
+        # Other commands must not write into the folder of a run.
         mark_run(folder)
         logger.info(
             "%s documented functions and classes, %s of them held out → %s/data",
@@ -259,6 +260,7 @@ def _modules(packages: Sequence[str]) -> Iterator[tuple[str, ast.Module]]:
             if SKIPPED_FOLDERS.intersection(parts) or parts[-1].startswith("test_"):
                 continue
             try:
+                # Parsed and never imported: other people's code does not run.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -300,6 +302,7 @@ def write_collection(
         raise DualencError(
             f"found only {len(docstrings)} docstrings", fix="give at most half as --test-docs"
         )
+    # All documents are in the corpus; the split is one of queries.
     order = np.random.default_rng(seed).permutation(len(docstrings))
     documents = [{"_id": each.name, "title": each.name, "text": each.rest} for each in docstrings]
     queries = [{"_id": f"query-{each.name}", "text": each.summary} for each in docstrings]
@@ -331,6 +334,7 @@ def affordable_steps(model: TextEncoder, pairs: BeirPairs, seed: int) -> int:
     """
     ticks: list[float] = []
     objective = _objective(pairs)
+    # A step begins when the objective is called.
     objective.register_forward_pre_hook(lambda *_: ticks.append(time.perf_counter()))
     with tempfile.TemporaryDirectory(prefix="dualenc-") as folder:
         _trainer(Path(folder), 10, seed, progress=False).fit(copy.deepcopy(model), pairs, objective)

@@ -56,16 +56,21 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     """
     target = Path(out or Path(run) / "report.html")
     check_report_target(target)
-    folders = [str(run), *map(str, others)]
+    folders = [str(folder) for folder in (run, *others)]
     runs = [read_run(Path(folder)) for folder in folders]
     if len({each.name for each in runs}) < len(runs):
         # Folders with equal names are shown by their paths.
         runs = [each._replace(name=folder.rstrip("/")) for each, folder in zip(runs, folders)]
     ends = [row for each in runs for row in _ends(each)]
+    # A run without an evaluator has curves of the loss only.
     tables = [Table("Metrics on held-out data", ends)] if ends else []
     figures = []
     for name in _drawn_names(runs):
-        curves = {each.name: each.curve(name) for each in runs if each.curve(name)[0]}
+        curves = {}
+        for each in runs:
+            steps, values = each.curve(name)
+            if steps:
+                curves[each.name] = (steps, values)
         figures.append(Figure(name, lines(curves, xlabel="step")))
     facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     title = "Training" if len(runs) == 1 else "Trainings side by side"
@@ -82,7 +87,9 @@ class RunRecords(NamedTuple):
     def curve(self, name: str) -> tuple[list[float], list[float]]:
         """Return steps, and the values of a metric logged at them."""
         logged = [line for line in self.lines if line.get(name) is not None]
-        return [line["step"] for line in logged], [line[name] for line in logged]
+        steps = [line["step"] for line in logged]
+        values = [line[name] for line in logged]
+        return steps, values
 
 
 def read_run(folder: Path) -> RunRecords:
@@ -112,13 +119,19 @@ def read_run(folder: Path) -> RunRecords:
 
 def _is_drawable(value: object) -> bool:
     """Return True for a finite number that matplotlib can scale."""
+    # `type` and not `isinstance`: True is not a measurement.
     return type(value) in (int, float) and abs(value) < MAX_VALUE  # type: ignore[arg-type]
 
 
 def _drawn_names(runs: Sequence[RunRecords]) -> list[str]:
     """Return the names of the logged metrics, of the loss and of its estimate, in this order."""
-    logged = dict.fromkeys(name for each in runs for line in each.lines for name in line)
-    names = [name for name in logged if name.startswith(EVALUATION)] + ["loss", "batch_estimate"]
+    # A dict keeps the order in which names were first logged.
+    logged: dict[str, None] = {}
+    for each in runs:
+        for line in each.lines:
+            logged |= dict.fromkeys(line)
+    names = [name for name in logged if name.startswith(EVALUATION)]
+    names += ["loss", "batch_estimate"]
     return [name for name in names if any(each.curve(name)[0] for each in runs)]
 
 
