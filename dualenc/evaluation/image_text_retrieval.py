@@ -95,10 +95,9 @@ def both_ways_ranks(
     for image, own in enumerate(captions):
         for text in own:
             images_of[text].append(image)
-    return {
-        "image_to_text": _shared_ranks(images, texts, captions),
-        "text_to_image": _shared_ranks(texts, images, images_of),
-    }
+    image_to_text = _shared_ranks(images, texts, captions)
+    text_to_image = _shared_ranks(texts, images, images_of)
+    return {"image_to_text": image_to_text, "text_to_image": text_to_image}
 
 
 def ranks_of_pairs(images: Vectors, texts: Vectors, matched: Matched) -> dict[str, Integers]:
@@ -134,7 +133,8 @@ def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5,
     for direction, query_ranks in ranks.items():
         for name, value in recall_at(query_ranks, cutoffs).items():
             scores[f"{direction}_{name}"] = value
-    return {**scores, "mean_recall": float(np.mean(list(scores.values())))}
+    scores["mean_recall"] = float(np.mean(list(scores.values())))
+    return scores
 
 
 def _shared_ranks(

@@ -86,8 +86,9 @@ class _Column:
     def __init__(self, name: str, cells: Sequence[str]) -> None:
         self.name = name
         self.cells = cells
-        # Numbers, dates and intervals are never wrapped.
-        self.is_rigid = not any(character.isalpha() for cell in cells for character in cell)
+        # Numbers, dates and intervals, which have no letters, are never wrapped.
+        has_letters = any(character.isalpha() for character in "".join(cells))
+        self.is_rigid = not has_letters
         self.is_path = all(_PATH.search(cell) and " " not in cell for cell in cells)
         content = max(map(cell_len, cells), default=0)
         self.natural = max(content, cell_len(name))
@@ -102,6 +103,7 @@ def _keys(columns: Sequence[_Column], room: int) -> list[int]:
     """Return the columns that name a row: leading text columns, in at most half of the room."""
     keys = [0]
     for number in range(1, len(columns) - 1):
+        # The width of each name if this column is one, too.
         share = (room // 2 - GAP * number) // (number + 1)
         has_number = columns[number - 1].is_rigid or columns[number].is_rigid
         if has_number or share < MIN_TEXT:
@@ -121,9 +123,10 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
     room -= GAP * (len(chosen) - 1)
     own = [columns[number] for number in chosen]
     wanted = [column.wanted for column in own]
+    least = [column.least for column in own]
     if sum(wanted) <= room:
         return wanted
-    if sum(column.least for column in own) > room:
+    if sum(least) > room:
         return []
     # Headers over numbers are wrapped only if text would become too narrow otherwise.
     natural = 0
@@ -132,13 +135,16 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
             natural += column.natural
         else:
             natural += max(column.least, min(column.wanted, 2 * MIN_TEXT))
-    widths = [column.least for column in own]
+    widths = least
     if natural <= room:
-        widths = [
-            max(column.least, column.natural) if column.is_rigid else column.least for column in own
-        ]
+        for place, column in enumerate(own):
+            if column.is_rigid:
+                widths[place] = max(column.least, column.natural)
     # Paths, which can be shortened, grow last.
-    short = [min(column.wanted, MIN_PATH) if column.is_path else column.wanted for column in own]
+    short = list(wanted)
+    for place, column in enumerate(own):
+        if column.is_path:
+            short[place] = min(column.wanted, MIN_PATH)
     _grow(widths, short, room)
     _grow(widths, wanted, room)
     return widths
@@ -147,10 +153,13 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
 def _grow(widths: list[int], targets: Sequence[int], room: int) -> None:
     """Widen the narrowest columns in turn, up to their targets, while there is room."""
     while sum(widths) < room:
-        open_ones = [number for number, width in enumerate(widths) if width < targets[number]]
-        if not open_ones:
+        growing = []
+        for number, width in enumerate(widths):
+            if width < targets[number]:
+                growing.append(number)
+        if not growing:
             return
-        narrowest = min(open_ones, key=widths.__getitem__)
+        narrowest = min(growing, key=widths.__getitem__)
         widths[narrowest] += 1
 
 

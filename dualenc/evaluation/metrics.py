@@ -61,20 +61,23 @@ def score_queries(qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS) -> d
     for query in qrels:
         if query not in run:
             continue
-        scores[query] = {name: float(score) for name, score in run[query].items()}
-        if not np.isfinite(list(scores[query].values())).all():
+        documents = {name: float(score) for name, score in run[query].items()}
+        scores[query] = documents
+        if not np.isfinite(list(documents.values())).all():
             raise DualencError(
                 "a score of the run is not finite",
                 fix="does the model give NaN embeddings?",
                 where=f"query {query}",
             )
     ks = ",".join(str(k) for k in cutoffs)
-    measures = {"recip_rank", *(f"{name}.{ks}" for name in _MEASURES.values())}
+    # trec_eval's "recall.1,3,5" measures a metric at several cutoffs.
+    measures = {f"{name}.{ks}" for name in _MEASURES.values()}
+    measures.add("recip_rank")
     # pytrec_eval takes Python ints and floats only, not numpy scalars, and crashes if all grades of
     # a query are below -1.
     grades = {}
-    for query, documents in qrels.items():
-        grades[query] = {name: max(int(grade), 0) for name, grade in documents.items()}
+    for query, judged in qrels.items():
+        grades[query] = {name: max(int(grade), 0) for name, grade in judged.items()}
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     return {query: _named_scores(evaluated.get(query, {}), cutoffs) for query in qrels}
 
@@ -146,19 +149,21 @@ def best_positive_ranks(
     block = rows_at_once(len(candidates))
     ranks = [np.zeros(0, np.int64)]
     for start in range(0, len(queries), block):
+        stop = start + block
         # (block, N) scores; the whole matrix may not fit in memory.
-        scores = queries[start : start + block] @ candidates.T
+        scores = queries[start:stop] @ candidates.T
         if not np.isfinite(scores).all():
             raise DualencError(
                 "some embeddings are not finite", fix="was the training stopped by a NaN loss?"
             )
         is_positive = np.zeros(scores.shape, bool)
-        for row, columns in enumerate(positives[start : start + block]):
+        for row, columns in enumerate(positives[start:stop]):
             is_positive[row, list(columns)] = True
         best = np.max(scores, axis=1, where=is_positive, initial=-np.inf)
         # Without a positive the best is -inf, and all N candidates are before it.
         is_before = (scores >= best[:, None]) & ~is_positive
-        ranks.append(1 + is_before.sum(axis=1, dtype=np.int64))
+        num_before = is_before.sum(axis=1, dtype=np.int64)
+        ranks.append(1 + num_before)
     return np.concatenate(ranks)
 
 
@@ -215,7 +220,9 @@ def paired_bootstrap(
         b: (Q,) scores of the second system on the same queries.
         samples: number of resamples.
     """
-    differences = np.asarray(b, float) - np.asarray(a, float)
+    before = np.asarray(a, float)
+    after = np.asarray(b, float)
+    differences = after - before
     observed = float(differences.mean())
     # scipy requires two observations; the mean of one never varies.
     if len(differences) < 2:

@@ -190,12 +190,15 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     old = _row_of(rows, OLD)
     new = _row_of(rows, NEW)
     gain, low, high = new["ndcg@10 - old"]
+    # Significant if the 95% interval excludes 0.
     found = "neither significantly more nor less"
     if low > 0:
         found = "significantly more"
     elif high < 0:
         found = "significantly less"
-    scores = f"nDCG@10 {old['ndcg@10'][0]:.3f} → {new['ndcg@10'][0]:.3f}"
+    old_score = old["ndcg@10"][0]
+    new_score = new["ndcg@10"][0]
+    scores = f"nDCG@10 {old_score:.3f} → {new_score:.3f}"
     interval = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
     return f"on the sample it finds {found} than the old one ({scores}, {interval})"
 
@@ -230,7 +233,7 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
             if name != "system":
                 # Differences have a sign.
                 sign = "+" if name.endswith("old") else ""
-                mean, low, high = (f"{value:{sign}.3f}" for value in values)
+                mean, low, high = [f"{value:{sign}.3f}" for value in values]
                 cell[name] = f"{mean} [{low}, {high}]"
         cells.append(cell)
     return cells

@@ -103,7 +103,9 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
     shared = set(collection.queries.ids) & set(collection.corpus.ids)
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
-    judged = sum(query in collection.qrels[query] for query in shared)
+    judged = 0
+    for query in shared:
+        judged += query in collection.qrels[query]
     others = "removed as copies of their queries (keep_self_matches keeps them)"
     if keep_self_matches:
         others = "kept, too"
