@@ -138,6 +138,26 @@ class Changed:
         return cls()
 
 
+def test_old_addresses_lead_to_the_pages_that_replaced_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import hooks
+
+    for directories, file, link in (
+        (True, "growing/index.html", "../scaling-up/"),
+        (False, "growing.html", "scaling-up.html"),
+    ):
+        site = tmp_path / str(directories)
+        hooks.on_post_build({"site_dir": str(site), "use_directory_urls": directories})
+        written = (site / file).read_text("utf-8")
+        assert f'<link rel="canonical" href="{link}">' in written
+        assert f'content="0; url={link}"' in written
+    for old, new in hooks.REDIRECTS.items():
+        assert (ROOT / "docs" / f"{new}.md").is_file(), new
+        assert not (ROOT / "docs" / f"{old}.md").exists(), old
+
+
 @pytest.mark.nightly
 def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')

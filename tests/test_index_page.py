@@ -1,4 +1,4 @@
-"""The page "Your index stays valid": its commands and its Python, in their order, on a small
+"""The page "Adapt or migrate an existing index": its commands and its Python, in their order, on a small
 index."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dualenc.cli import main
 from tests.commands import toy
 from tests.test_docs import code
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "index-stays-valid.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "adapt-or-migrate.md"
 pytestmark = pytest.mark.slow
 
 

@@ -51,8 +51,8 @@ def write(folder: Path) -> Embeddings:
 def test_other_tools_open_the_folder_as_the_docs_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "search.md").read_text()
-    code = page.partition("Other tools open the files as they are:\n\n```python\n")[2].partition(
+    page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
+    code = page.partition("open the files directly:\n\n```python\n")[2].partition(
         "```"
     )[0]
     block = next(block for block in code.split("\n\n") if f"{tool}." in block)
