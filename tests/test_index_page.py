@@ -52,10 +52,12 @@ def test_every_command_and_the_python_run(shop: Path) -> None:
     """In their order, as a reader types them; the index answers in between and holds the new
     document at the end."""
     assert len(commands()) >= 8
-    (python,) = code(PAGE, "python")
+    blocks = code(PAGE, "python")
+    assert len(blocks) == 2
     for words in commands():
         assert main(words) == 0, words
         assert main(["search", "index", "wing"]) == 0
-    exec(compile(python, str(PAGE), "exec"), {})
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {})
     assert (shop / "runs" / "mine" / "model" / "trained_documents.json").is_file()
     assert main(["search", "index", "wing flow", "--k", "301"]) == 0

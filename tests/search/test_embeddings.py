@@ -52,9 +52,7 @@ def test_other_tools_open_the_folder_as_the_docs_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str
 ) -> None:
     page = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()
-    code = page.partition("open the files directly:\n\n```python\n")[2].partition(
-        "```"
-    )[0]
+    code = page.partition("open the files directly:\n\n```python\n")[2].partition("```")[0]
     block = next(block for block in code.split("\n\n") if f"{tool}." in block)
     monkeypatch.chdir(tmp_path)
     years = pa.table({"year": [2020 + row % 5 for row in range(NUM_ITEMS)]})
