@@ -105,4 +105,5 @@ class BadRows:
 @cache
 def report_once(message: str) -> None:
     """Log a message once per process."""
+    # Cached, because several readers may open one source, such as pairs and an evaluator.
     logger.warning("%s", message)

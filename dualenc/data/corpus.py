@@ -283,7 +283,9 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     if all(name is None or _WHOLE_ID.fullmatch(name) for name in names):
         names = [None if name == "nan" else name for name in names]
         # pandas writes id 7 as 7.0 beside missing ids, perhaps in one of several files only.
-        if None in names or not all(name and name.endswith(".0") for name in names):
+        # If every id ends in .0 and none is missing, pandas did not add it.
+        are_fractions = all(name and name.endswith(".0") for name in names)
+        if None in names or not are_fractions:
             names = [name and name.removesuffix(".0") for name in names]
     return names
 
@@ -326,8 +328,9 @@ def corpora(pairs: PairDataset) -> tuple[Corpus, Corpus]:
     documents = getattr(pairs, "corpus", None)
     if isinstance(queries, Corpus) and isinstance(documents, Corpus):
         return queries, documents
-    left = Corpus([str(i) for i in range(pairs.num_left)], pairs.left_items, pairs.left_modality)
-    right = Corpus(
-        [str(i) for i in range(pairs.num_right)], pairs.right_items, pairs.right_modality
+    left_ids = [str(number) for number in range(pairs.num_left)]
+    right_ids = [str(number) for number in range(pairs.num_right)]
+    return (
+        Corpus(left_ids, pairs.left_items, pairs.left_modality),
+        Corpus(right_ids, pairs.right_items, pairs.right_modality),
     )
-    return left, right

@@ -41,7 +41,8 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
     texts = [str(values[row]) for row in rows]
     # pandas writes class 3 as 3.0 beside missing values, and the missing ones as nan.
     if all(_WHOLE_LABEL.fullmatch(text) for text in texts):
-        rows = rows[[text != "nan" for text in texts]]
+        is_present = [text != "nan" for text in texts]
+        rows = rows[is_present]
         texts = [text.partition(".")[0] for text in texts if text != "nan"]
     labeled, class_names = labels_of_names(texts)
     if (labeled < 0).all():

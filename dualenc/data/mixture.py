@@ -210,6 +210,7 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ra
     lengths = []
     for part, start in zip(parts, starts):
         negatives = part.negatives or Ragged.from_rows([[]] * len(part))
+        # Right ids of a source begin at `start` in the mixture.
         values.append(negatives.values + start)
         lengths.append(negatives.lengths)
     return Ragged.from_lengths(np.concatenate(values), np.concatenate(lengths))

@@ -311,7 +311,8 @@ class PairDataset:
             return self._positives_of._alike_positives(side)
         if side not in self._alike:
             opposite: Side = "right" if side == "left" else "left"
-            own, other = self.contents(side), self.contents(opposite)
+            own = self.contents(side)
+            other = self.contents(opposite)
             # Without equal items, `positives` by id says the same and costs less.
             is_distinct = all(len(distinct(numbers)) == len(numbers) for numbers in (own, other))
             self._alike[side] = None
@@ -321,8 +322,10 @@ class PairDataset:
                     shared = np.intersect1d(own, other)
                 # Work on numbers of contents in place of ids. A text on both sides is a partner
                 # of itself: a query's copy among the documents must not be its negative.
-                keys = np.concatenate([own[self.item_ids(side)], shared])
-                values = np.concatenate([other[self.item_ids(opposite)], shared])
+                pair_keys = own[self.item_ids(side)]
+                pair_values = other[self.item_ids(opposite)]
+                keys = np.concatenate([pair_keys, shared])
+                values = np.concatenate([pair_values, shared])
                 count = int(max(own.max(), other.max())) + 1
                 partners = Ragged.from_pairs(keys, values, count)
                 members = Ragged.from_pairs(other, np.arange(len(other)), count)
@@ -384,7 +387,8 @@ class PairDataset:
 
         The other copies are then in no pair.
         """
-        lefts, rights = self.first_equal("left"), self.first_equal("right")
+        lefts = self.first_equal("left")
+        rights = self.first_equal("right")
         known = None if self._positives_of is None else self._positives_of.merged()
         part = self.take(np.arange(len(self)), known)
         part.left_id = lefts[self.left_id]
@@ -473,8 +477,10 @@ def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
         return np.full(len(values), -1)
     # A binary search in the distinct values: memory does not depend on their range.
     numbers, first = np.unique(among, return_index=True)
-    places = np.searchsorted(numbers, values).clip(max=len(numbers) - 1)
-    return np.where(numbers[places] == values, first[places], -1)
+    # Values beyond the last one are clipped to it, and then differ from it.
+    positions = np.searchsorted(numbers, values).clip(max=len(numbers) - 1)
+    is_present = numbers[positions] == values
+    return np.where(is_present, first[positions], -1)
 
 
 def _checked_items(name: str, items: Items) -> Items:

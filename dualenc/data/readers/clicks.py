@@ -310,8 +310,8 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     is_held_out[_draw_documents(order, documents, num_pairs, budget, most)] = True
     rest = ~is_held_out[pairs.right_id]
     num_trained = np.bincount(pairs.left_id, rest, pairs.num_left)
-    # A query with documents on both sides of the split keeps only its training pairs and is not
-    # used for evaluation.
+    # Number of each query's pairs whose documents stay in training. A query with documents on both
+    # sides of the split keeps only these pairs and is not used for evaluation.
     new = [query for query in order if num_trained[query] == 0][:most]
     whole = [query for query in order if num_trained[query] == documents.lengths[query]]
     num_remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)

@@ -51,6 +51,7 @@ def plain_batch(
 ) -> pa.RecordBatch:
     """Convert a batch to the types of a schema and add the keys of its partition."""
     arrays = []
+    # In the order of the schema: files of one table may order their columns differently.
     for column in schema:
         if column.name in batch.schema.names:
             arrays.append(_plain_array(batch.column(column.name), column.type))

@@ -225,14 +225,17 @@ def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | 
     if names and all(isinstance(value, int) for value in values):
         values = [names[value] if 0 <= value < len(names) else None for value in values]
     texts = [_plain(value) for value in values]
-    meaning = _meanings([text for text in texts if text], normalized(name), is_named)
+    nonblank = [text for text in texts if text]
+    meaning = _meanings(nonblank, normalized(name), is_named)
     if meaning is None or isinstance(meaning, str):
         return meaning
     if len(texts) < len(codes.dictionary):
         return "it holds too many different values"
     # Look up the meaning of each row's code. The last entry is for missing values.
-    by_code = np.array([*(meaning.get(text, np.nan) for text in texts), np.nan], np.float32)
-    return by_code[codes.indices.fill_null(len(texts)).to_numpy(zero_copy_only=False)]
+    values_of_codes = [meaning.get(text, np.nan) for text in texts]
+    by_code = np.array([*values_of_codes, np.nan], np.float32)
+    indices = codes.indices.fill_null(len(texts))
+    return by_code[indices.to_numpy(zero_copy_only=False)]
 
 
 def _plain(value: object) -> str:

@@ -94,12 +94,14 @@ def split_tables(folder: Path) -> dict[str, list[Path]]:
     # `data` is one of the subfolders. If its files are the table, do not list them as unread.
     seen = set(files)
     most = _MAX_BESIDE if files else None
+    # Partitions and splits in subfolders are both grouped by the first folder on the way.
     subfolders: dict[str, list[Path]] = {}
     for file in islice(files_below(folder), most):
         if file not in seen and is_table(file):
             subfolders.setdefault(_parents(folder, file)[0], []).append(file)
     parts = {name for name in subfolders if "=" in name}
     below = [file.relative_to(folder).as_posix() for group in subfolders.values() for file in group]
+    # It is unclear whether the rows of both make one table.
     if files and parts:
         raise DualencError(
             f"a table ({files[0].name}) lies beside partitions ({min(parts)})",

@@ -180,7 +180,9 @@ def _read_negatives(
     to_use = to_use[np.argsort(rows[to_use], kind="stable")]
     positions = Ragged.from_sorted(rows[to_use], start + to_use, num_rows)
     if max_negatives is not None:
-        rank = np.arange(len(to_use)) - np.repeat(positions.offsets[:-1], positions.lengths)
+        # Rank of each negative within its row.
+        starts = np.repeat(positions.offsets[:-1], positions.lengths)
+        rank = np.arange(len(to_use)) - starts
         positions = positions.keep(rank < max_negatives)
     return positions
 

@@ -214,7 +214,7 @@ def _members(tar: Path) -> Iterator[tarfile.TarInfo]:
     tar_size = tar.stat().st_size
     with open_regular(tar) as stream, tarfile.open(fileobj=stream, mode="r:") as archive:
         for member in tqdm(archive, desc=tar.name, unit=" files", delay=2, leave=False):
-            # A header that points backwards would make an endless loop.
+            # A negative size, or a header that points backwards, would make an endless loop.
             if member.size < 0 or member.offset < end:
                 raise tarfile.ReadError("a member has a negative size")
             if (

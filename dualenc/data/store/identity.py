@@ -43,6 +43,7 @@ def items_identity(items: Items, modality: Modality = "text") -> str:
     max_read = MAX_IMAGES if is_image else MAX_TEXTS
     block = _IMAGE_BLOCK if is_image else _TEXT_BLOCK
     all_rows = np.arange(len(items))
+    # Each pass adds some rows, with or without reading their contents.
     passes = [(all_rows, True)]
     if len(items) > max_read and modality != "vector":
         # A fixed seed, so that every process and every run reads the same sample.

@@ -110,6 +110,8 @@ class Ids(Texts):
         requested = pa.array(encoded, self.as_bytes.type).dictionary_encode()
         positions = pc.index_in(self.as_bytes, value_set=requested.dictionary)
         positions = pc.fill_null(positions, -1).to_numpy()
+        # `positions` holds, for each stored id, its place among the distinct requested ones: one
+        # pass over the file, and memory for the request only. Invert it to find rows.
         present = np.flatnonzero(positions >= 0)
         row_of = np.full(len(requested.dictionary), -1, dtype=np.int64)
         row_of[positions[present]] = present
@@ -169,9 +171,12 @@ class ItemTable:
             own = [name for name in ("id", "vector", "text", HASH) if name in names]
             columns = table.drop_columns(own)
             columns.validate(full=True)
-        self.texts = Texts(table.column("text"), location, fix) if "text" in names else None
-        self.ids = Ids(table.column("id"), location, fix, paths[0].with_name(ORDER))
+        order_path = paths[0].with_name(ORDER)
+        self.ids = Ids(table.column("id"), location, fix, order_path)
         self.columns = columns if columns.column_names else None
+        self.texts = None
+        if "text" in names:
+            self.texts = Texts(table.column("text"), location, fix)
         self.hashes = None
         if HASH in names:
             with explain(f"{location}: corrupt", fix):

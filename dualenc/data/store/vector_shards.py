@@ -136,9 +136,14 @@ class Embeddings:
                 short = short / np.where(lengths == 0, 1, lengths)
             # Always a copy: a view would keep its whole block in memory.
             parts.append(short.astype(self.vectors.dtype))
-        meta = {**self.meta, "dim": dim}
-        about = (self.snippets, self.columns, self.hashes)
-        return Embeddings(self.ids, np.concatenate(parts), meta, *about)
+        return Embeddings(
+            self.ids,
+            np.concatenate(parts),
+            {**self.meta, "dim": dim},
+            self.snippets,
+            self.columns,
+            self.hashes,
+        )
 
     def blocks(self, rows: int = 16384) -> Iterator[np.ndarray]:
         """Yield the vectors in order as float32 matrices of at most `rows` rows."""
@@ -247,6 +252,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if meta["complete"]:
         check_fields(meta, {"shard_rows": list, "files": dict}, path)
     rows = meta.get("shard_rows", [0])
+    # type, not isinstance: a bool is an int.
     good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
     if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
         raise DualencError(
@@ -308,6 +314,7 @@ def vectors_of(batch: pa.RecordBatch, dim: int, dtype: str, path: Path) -> np.nd
     kind = pa.null()
     if "vector" in batch.schema.names:
         kind = batch.schema.field("vector").type
+    # Types first: a view of other bytes as floats would give numbers, not an error.
     is_vectors = pa.types.is_fixed_size_list(kind) and kind.list_size == dim
     if not is_vectors or kind.value_type != DTYPES[dtype]:
         raise DualencError(
