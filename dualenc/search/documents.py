@@ -309,7 +309,7 @@ def _check_lengths(documents: Embeddings, source: Path) -> None:
 
 
 def _are_unit(documents: Embeddings) -> bool:
-    """True if all vectors have length one."""
+    """Return True if all vectors have length one."""
     squares = (np.einsum("nd,nd->n", block, block) for block in documents.blocks())
     return all((np.abs(block - 1) <= STORED_TOLERANCE).all() for block in squares)
 

@@ -255,5 +255,5 @@ def _check_scorer(scorer: Any, count: int) -> None:
 
 
 def has_lexical(index: str | os.PathLike[str]) -> bool:
-    """True if the folder of an index has a BM25 index."""
+    """Return True if the folder of an index has a BM25 index."""
     return is_folder_of(Path(index) / FOLDER, FORMAT)

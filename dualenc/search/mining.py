@@ -187,7 +187,7 @@ def _work_folder(target: Path) -> Path:
 
 
 def _is_work(folder: Path) -> bool:
-    """True if a folder is empty, or holds only what an interrupted call left."""
+    """Return True if a folder is empty, or holds only what an interrupted call left."""
     if not folder.is_dir():
         return False
     names = set(os.listdir(folder))

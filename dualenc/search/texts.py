@@ -67,7 +67,7 @@ class TextStore:
 
 
 def has_texts(folder: StrPath) -> bool:
-    """True if the folder of an index stores whole texts."""
+    """Return True if the folder of an index stores whole texts."""
     return is_folder_of(Path(folder) / FOLDER, FORMAT)
 
 

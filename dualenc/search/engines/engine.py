@@ -148,7 +148,7 @@ class Engine(ABC):
         write_json(Path(folder) / "meta.json", {**self.meta, **head})
 
     def is_remembered(self, meta: dict[str, Any]) -> bool:
-        """True if a folder's meta.json records the same vectors and index at the same place."""
+        """Return True if a meta.json records the same vectors and index at the same place."""
         return self._identity(self.meta) == self._identity(meta)
 
     def _identity(self, meta: dict[str, Any]) -> list[Any]:
@@ -372,7 +372,7 @@ def refuse_url(source: str | os.PathLike[str]) -> None:
 
 
 def is_pushed(folder: str | os.PathLike[str]) -> bool:
-    """True if a folder records pushed embeddings, according to its meta.json."""
+    """Return True if a folder records pushed embeddings, according to its meta.json."""
     return is_folder_of(folder, FORMAT)
 
 

@@ -159,7 +159,7 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
 
 
 def is_postgres(target: str) -> bool:
-    """True for the URL of a PostgreSQL database, also with a driver as SQLAlchemy writes it."""
+    """Return True for the URL of a PostgreSQL database, also in SQLAlchemy's form."""
     return isinstance(target, str) and bool(_POSTGRES.match(target))
 
 

@@ -208,7 +208,7 @@ def _transforms(index: Any) -> list[Any]:
 
 
 def subtracts_mean(index: Any) -> bool:
-    """True if an index centers vectors before projecting them, as FAISS's PCA does."""
+    """Return True if an index centers vectors before projecting them, as FAISS's PCA does."""
     return any(
         isinstance(transform, faiss.LinearTransform) and transform.have_bias
         for transform in _transforms(index)

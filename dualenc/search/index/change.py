@@ -150,7 +150,7 @@ def _known_hashes(source: Index | Embeddings) -> np.ndarray:
 
 
 def are_last(index: Index, ids: Sequence[str]) -> bool:
-    """True if an index ends with exactly these items, in their order.
+    """Return True if an index ends with exactly these items, in their order.
 
     Args:
         index: the index.

@@ -94,7 +94,7 @@ def scan(
 
 
 def _takes_filter(index: Any) -> bool:
-    """True if FAISS can filter the search of an index, and compares by inner product."""
+    """Return True if FAISS can filter the search of an index, and compares by inner product."""
     index = faiss.downcast_index(index)
     if isinstance(index, faiss.IndexRefine):
         return _takes_filter(index.base_index)

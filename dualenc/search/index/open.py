@@ -441,7 +441,7 @@ class Index:
 
 
 def is_index(folder: str | os.PathLike[str]) -> bool:
-    """True if a folder holds an index, according to its meta.json."""
+    """Return True if a folder holds an index, according to its meta.json."""
     return is_folder_of(folder, FORMAT)
 
 

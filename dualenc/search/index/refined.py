@@ -53,7 +53,7 @@ def check_refinement(index: Any) -> None:
 
 
 def can_be_file(refine: Any) -> bool:
-    """True if a refinement index (or None) has plain codes, which `write_codes` can write."""
+    """Return True if a refinement index has plain codes, which `write_codes` can write."""
     return isinstance(refine, (faiss.IndexFlat, faiss.IndexScalarQuantizer))
 
 

@@ -161,7 +161,7 @@ def tune(index: Any, database: Database, probe: Probe, target: float) -> dict[st
 
 
 def _is_flat(recalls: list[float]) -> bool:
-    """True if the last `PATIENCE` steps gained nothing; a recall of 0 never counts as flat."""
+    """Return True if the last `PATIENCE` steps gained nothing; recall 0 never counts as flat."""
     if len(recalls) <= PATIENCE:
         return False
     return 0 < recalls[-1 - PATIENCE] > recalls[-1] - MIN_GAIN

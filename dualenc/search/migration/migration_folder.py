@@ -73,7 +73,7 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
 
 
 def _is_work(work: Path, is_empty_ours: bool) -> bool:
-    """True if a folder contains only what a migration writes."""
+    """Return True if a folder contains only what a migration writes."""
     if not work.is_dir() or work.is_symlink():
         return False
     is_known = False
@@ -95,7 +95,7 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
 
 
 def _has_names(path: Path, names: set[str]) -> bool:
-    """True if a JSON file has entries of these names."""
+    """Return True if a JSON file has entries of these names."""
     try:
         return names <= read_json_object(path).keys()
     except DualencError:
@@ -103,7 +103,7 @@ def _has_names(path: Path, names: set[str]) -> bool:
 
 
 def is_replaced(folder: StrPath) -> bool:
-    """True if the migration has replaced INDEX: it has the old items, but another model.
+    """Return True if the migration has replaced INDEX: it has the old items, but another model.
 
     Args:
         folder: the index.
@@ -120,7 +120,7 @@ def is_replaced(folder: StrPath) -> bool:
 
 
 def has_begun(folder: StrPath) -> bool:
-    """True if the migration has embedded more than its sample, or replaced the index.
+    """Return True if the migration has embedded more than its sample, or replaced the index.
 
     Args:
         folder: the index.
@@ -161,7 +161,7 @@ def check_unmigrated(folder: StrPath) -> None:
 
 
 def is_over(plan: dict[str, Any]) -> bool:
-    """True if a migration has ended or was rolled back, so that it will not replace the index."""
+    """Return True if a migration has ended or was rolled back, so it replaces nothing."""
     return "ended" in plan or bool(plan.get("rolled_back"))
 
 

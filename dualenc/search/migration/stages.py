@@ -136,7 +136,7 @@ class Migration:
         self.old = Index.open(self.work / "old")
 
     def _resumes(self, plan: Mapping[str, Any]) -> bool:
-        """True if the work folder has this plan; raise if it has another one worth keeping.
+        """Return True if the work folder has this plan; raise if it has another one worth keeping.
 
         Another migration that has only measured is replaced, with a warning.
         """
@@ -167,7 +167,7 @@ class Migration:
         return not different
 
     def _is_as_planned(self) -> bool:
-        """True if INDEX is the old index, or one that this migration swapped in."""
+        """Return True if INDEX is the old index, or one that this migration swapped in."""
         old = self.work / "old"
         if not is_index(old) or is_replaced(self.folder):
             return True
@@ -211,7 +211,7 @@ class Migration:
         return stages
 
     def is_ahead(self, stop: int) -> bool:
-        """True if INDEX is still the old index, or has fewer than `stop` new vectors."""
+        """Return True if INDEX is still the old index, or has fewer than `stop` new vectors."""
         meta = Index.open(self.folder).meta
         if meta.get("model_checksum") != self.notes["model_checksum"]:
             return True
