@@ -129,7 +129,7 @@ def test_mistakes_end_in_one_line(
     pushed: tuple[Any, ...] = ("push", emb, postgres, "--table", "commands", "--out", engine)
     recall = ("--recall", 0.9, "--filters")
     cases: list[tuple[tuple[Any, ...], str]] = [
-        ((*pushed, *recall, tmp_path / "bad.jsonl"), "holds 1 not a JSON object (first: "),
+        ((*pushed, *recall, tmp_path / "bad.jsonl"), "contains 1 not a JSON object (first: "),
         (
             ("push", emb, "http://local", "--index", "none"),
             "--index is of PostgreSQL; leave it out",

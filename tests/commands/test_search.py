@@ -168,7 +168,8 @@ def test_what_an_index_would_refuse_is_not_embedded_first(
     index = tmp_path / "index"
     run("index", toy_text, documents, "--out", index)
     monkeypatch.setattr("dualenc.workflows.session.embed", None)
-    assert "already; remove it first" in failure(capsys, "append", index, toy_text, documents)
+    message = failure(capsys, "append", index, toy_text, documents)
+    assert "already has an item 'd0'; remove it first" in message
     meta = json.loads((index / "meta.json").read_text())
     (index / "meta.json").write_text(json.dumps(meta | {"model_checksum": "another"}))
     assert "vectors of model_checksum another" in failure(

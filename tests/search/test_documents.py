@@ -14,7 +14,7 @@ import pytest
 
 from dualenc.data.readers.clicks import IndexPairs
 from dualenc.errors import DualencError
-from dualenc.search import Embeddings, Index, documents
+from dualenc.search import Embeddings, Index
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.engines.factory import push_embeddings
