@@ -86,7 +86,7 @@ class _Column:
     def __init__(self, name: str, cells: Sequence[str]) -> None:
         self.name = name
         self.cells = cells
-        # Numbers, dates and intervals, which have no letters, are never wrapped.
+        # Cells without letters (numbers, dates, intervals) are never wrapped.
         has_letters = any(character.isalpha() for character in "".join(cells))
         self.is_rigid = not has_letters
         self.is_path = all(_PATH.search(cell) and " " not in cell for cell in cells)

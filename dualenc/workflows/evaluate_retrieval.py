@@ -322,7 +322,7 @@ def _open_collection(
     """Open one collection; return the name of its folder or file with it."""
     split = settings.split or default_split(source)
     if detect(source) == "beir" or is_collection(source):
-        # Resolved, because "." has no name.
+        # Resolved, because the name of "." is empty.
         name = Path(source).resolve().name
         if indexed is None:
             collection = read_beir(source, split)
