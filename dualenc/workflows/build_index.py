@@ -21,7 +21,7 @@ from dualenc.types import Metric, Side, StrPath
 from dualenc.workflows.embed_beside import embed_beside, first_components
 from dualenc.workflows.embed_corpus import open_job
 from dualenc.workflows.index_texts import open_texts
-from dualenc.workflows.read_options import ReadOptions, to_record
+from dualenc.workflows.recorded_options import ReadOptions, to_record
 from dualenc.workflows.session import start_processes, writing
 
 
@@ -102,7 +102,7 @@ def index(
         batch_size: number of items per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
-        reading: how the data is read, see `dualenc.workflows.read_options.ReadOptions`.
+        reading: how the data is read, see `dualenc.workflows.recorded_options.ReadOptions`.
 
     Returns:
         What was built, with its measurements.

@@ -22,7 +22,7 @@ from dualenc.workflows.build_index import check_source
 from dualenc.workflows.embed_beside import embed_beside, first_components
 from dualenc.workflows.embed_corpus import open_job
 from dualenc.workflows.index_texts import check_has_texts, open_texts
-from dualenc.workflows.read_options import ReadOptions
+from dualenc.workflows.recorded_options import ReadOptions
 from dualenc.workflows.session import start_processes, writing
 
 
@@ -82,7 +82,7 @@ def append(
         batch_size: number of items per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show a progress bar.
-        reading: how the data is read, see `dualenc.workflows.read_options.ReadOptions`.
+        reading: how the data is read, see `dualenc.workflows.recorded_options.ReadOptions`.
 
     Returns:
         How many vectors were appended, and how many there are now.

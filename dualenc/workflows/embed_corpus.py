@@ -15,7 +15,7 @@ from dualenc.errors import DualencError
 from dualenc.search.embed.encode import embed as encode_corpus
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.types import Modality, OnError, Output, Side, StrPath
-from dualenc.workflows.read_options import ReadOptions, to_record
+from dualenc.workflows.recorded_options import ReadOptions, to_record
 from dualenc.workflows.session import recorded_name, report_skipped, start_processes
 
 QUERY_KINDS = ("query-document", "vector", "query-index")
@@ -65,7 +65,7 @@ def embed(
         on_error: "skip" leaves out and counts bad samples, "raise" stops at the first.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show a progress bar.
-        reading: how the data is read, see `dualenc.workflows.read_options.ReadOptions`.
+        reading: how the data is read, see `dualenc.workflows.recorded_options.ReadOptions`.
 
     Returns:
         The embeddings of the N usable items, mapped from `out`; `meta["skipped"]` counts the rest.

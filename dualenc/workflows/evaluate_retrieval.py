@@ -15,12 +15,11 @@ from dualenc.data.item_lists import VectorItems
 from dualenc.data.readers.beir import (
     check_judged,
     expand_name,
-    is_collection,
     read_beir,
     read_corpus,
     read_judged_queries,
 )
-from dualenc.data.readers.detect import default_split, detect
+from dualenc.data.readers.detect import RETRIEVAL_KINDS, default_split, detect
 from dualenc.data.readers.sources import open_pairs
 from dualenc.data.store.items import rows_of
 from dualenc.encoders.index_encoder import IndexEncoder
@@ -228,7 +227,7 @@ def _check_columns(data: Sequence[str], columns: Mapping[str, Any]) -> None:
     """Raise if columns are named and none of the data has pairs in columns."""
     defaults = {"allow_outside": False}
     given = [name for name, value in columns.items() if value is not defaults.get(name)]
-    if given and all(detect(source) == "beir" or is_collection(source) for source in data):
+    if given and all(detect(source) in RETRIEVAL_KINDS for source in data):
         option = given[0].replace("_", "-")
         raise DualencError(
             f"--{option} is for tables of pairs, and {data[0]} is not one", fix="leave it out"
@@ -321,7 +320,7 @@ def _open_collection(
 ) -> tuple[str, RetrievalSet]:
     """Open one collection; return the name of its folder or file with it."""
     split = settings.split or default_split(source)
-    if detect(source) == "beir" or is_collection(source):
+    if detect(source) in RETRIEVAL_KINDS:
         # Resolved, because the name of "." is empty.
         name = Path(source).resolve().name
         if indexed is None:

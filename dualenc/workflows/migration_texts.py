@@ -17,7 +17,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Qrels
 from dualenc.search.index.open import Index, rows_in
 from dualenc.search.texts import TextStore, has_texts
-from dualenc.workflows.read_options import from_record
+from dualenc.workflows.recorded_options import from_record
 
 logger = logging.getLogger("dualenc.workflows")
 

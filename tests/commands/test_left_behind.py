@@ -103,7 +103,7 @@ def test_a_strangers_page_beside_an_index_stays(
     page = Path(f"{index}.migration.html")
     page.write_text("<h1>my own page</h1>")
     line = failure(capsys, "migrate", index, made / "new", "--report-only")
-    assert line == f"{page}: exists and is not a report of dualenc; move it away"
+    assert line == f"{page}: already exists and is not a dualenc report; move it away"
     assert page.read_text() == "<h1>my own page</h1>"
     assert not Path(f"{index}.migration").exists()
     page.unlink()
@@ -182,7 +182,7 @@ def test_a_strangers_page_in_an_evaluation_stays(
     words = ("evaluate", "retrieval", made / "old", made / "beir", "--out", tmp_path / "out")
     run(*words)
     (tmp_path / "out" / "report.html").write_text("my own page")
-    assert "is not a report of dualenc; name another --out" in failure(capsys, *words)
+    assert "is not a dualenc report; name another --out" in failure(capsys, *words)
     assert (tmp_path / "out" / "report.html").read_text() == "my own page"
 
 

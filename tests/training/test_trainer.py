@@ -287,7 +287,7 @@ def test_a_missing_value_in_memory_is_a_bad_sample(tmp_path):
     objective = ISIR(num_left=24, recent=5)
     pairs.left_items[9] = None
     assert train(tmp_path / "by_id", pairs=pairs, objective=objective).skipped == 2
-    with pytest.raises(DualencError, match="pair 7: left is nan, where a"):
+    with pytest.raises(DualencError, match="pair 7: left is nan, but a"):
         train(tmp_path / "strict", pairs=pairs, on_error="raise")
 
 

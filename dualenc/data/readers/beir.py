@@ -27,7 +27,6 @@ from dualenc.data.readers.column_names import (
     first_of,
 )
 from dualenc.data.readers.detect import check_split, detect_locally, has_configuration
-from dualenc.data.readers.detect import is_collection as is_collection
 from dualenc.data.readers.lines import COMPRESSIONS, read_texts
 from dualenc.data.readers.tables import TableSource, check_columns, load_from_hub
 from dualenc.data.readers.vectors import open_vectors
