@@ -181,7 +181,7 @@ def quickstart(
         )
         steps = steps or affordable_steps(untrained, pairs, seed)
         logger.info(
-            "The loss is log(Z/e⁺) over all documents: "
+            "batch_estimate is the loss log(Z/e⁺) over all documents, estimated from a batch: "
             "below 0 where a positive outweighs all negatives"
         )
         evaluator = RetrievalEvaluator(folder / "data")
