@@ -17,7 +17,7 @@ import text  # the example beside this one: trains a small model in seconds
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
 from dualenc.search import Index
-from dualenc.search.embed.encode import embed
+from dualenc.search.embed import embed
 
 
 def main(folder: Path = Path("runs/example_search"), model_name: str | None = None) -> list[str]:

@@ -1,11 +1,9 @@
-"""Documents embedded by actors of Ray, one for each GPU of the cluster, or for each processor core
-without GPUs.
+"""Embed documents with Ray actors, one per GPU of the cluster, or per core without GPUs.
 
     python recipes/launch/embed_ray.py runs/mine/model documents.jsonl /shared/emb
 
-MODEL, DATA and OUT lie on a file system that all nodes share. The actors divide the work by the
-locks of OUT; Ray restarts one that dies with its node, and the shard that it was embedding is
-embedded again, alone.
+MODEL, DATA and OUT are on a file system that all nodes share. The actors share the work through
+file locks in OUT. Ray restarts an actor whose node dies; only its current shard is embedded again.
 """
 
 import sys
@@ -15,7 +13,7 @@ import torch
 
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
-from dualenc.search.embed.encode import embed
+from dualenc.search.embed import embed
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)

@@ -24,7 +24,7 @@ import torch
 
 from dualenc.data import open_corpus
 from dualenc.encoders import load_model
-from dualenc.search.embed.encode import embed
+from dualenc.search.embed import embed
 
 
 def main(model, data, out):
