@@ -36,7 +36,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "dualenc 0" in capsys.readouterr().out
 
 
-def test_help_is_fast_and_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy() -> None:
     code = """
 import sys
 from dualenc.cli import main
@@ -45,14 +45,8 @@ try:
 finally:
     assert not {"torch", "faiss", "transformers"} & set(sys.modules)
 """
-    before = os.times()
     for words in (["--help"], ["index", "--help"], ["evaluate", "probe", "--help"]):
         subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True)
-    after = os.times()
-    assert (
-        after.children_user + after.children_system - before.children_user - before.children_system
-        < 2
-    )
 
 
 def test_a_command_imports_no_other() -> None:
