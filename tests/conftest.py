@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     """The URL of a database with pgvector, on a server of the tests' own."""
-    from tests.postgres_server import running_server
+    from tests.helpers.postgres_server import running_server
 
     with running_server() as target:
         yield target

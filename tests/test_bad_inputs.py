@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from dualenc.cli import main
-from tests.commands import toy
-from tests.commands.image_models import save_image_model
-from tests.commands.in_process import failure
-from tests.data.make import write_jsonl
+from tests.helpers import toy
+from tests.helpers.image_models import save_image_model
+from tests.helpers.in_process import failure
+from tests.helpers.make import write_jsonl
 
 pytestmark = pytest.mark.nightly
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]|object at 0x|_io\.")

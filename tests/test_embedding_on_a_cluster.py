@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import toy
-from tests.commands.in_process import run
+from tests.helpers import toy
+from tests.helpers.in_process import run
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ from dualenc.search.embed.encode import embed
 from dualenc.search.exact_search import exact_search
 from dualenc.training import Trainer
 from dualenc.training.evaluators import RetrievalEvaluator
-from tests.objectives.every import SETTINGS, Setting
+from tests.helpers.every import SETTINGS, Setting
+from tests.helpers.fakes import TinyEncoder, same, weights
+from tests.helpers.runs import train, train_and_die
 from tests.objectives.test_device import train as train_plainly
-from tests.training.fakes import TinyEncoder, same, weights
-from tests.training.runs import train, train_and_die
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU, and DUALENC_TEST_GPU=1"

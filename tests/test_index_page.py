@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dualenc.cli import main
-from tests.commands import toy
+from tests.helpers import toy
 from tests.test_docs import code
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "adapt-or-migrate.md"

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from dualenc.cli import main
-from tests.training.fakes import weights
-from tests.training.launched import free_port
+from tests.helpers.fakes import weights
+from tests.helpers.launched import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from dualenc.errors import DualencError
 from dualenc.recipe.resolve import _read_yaml, make_recipe, read_recipe
 from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training.log import read_metrics
-from tests.commands import toy
+from tests.helpers import toy
 
 
 @pytest.fixture(scope="module")

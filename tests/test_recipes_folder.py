@@ -18,7 +18,7 @@ from dualenc.cli import main
 from dualenc.encoders import TextEncoder, load_model, train_tokenizer
 from dualenc.recipe.resolve import read_recipe
 from dualenc.training.log import read_metrics
-from tests.commands import toy
+from tests.helpers import toy
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.commands import toy
-from tests.commands.in_process import found, run
+from tests.helpers import toy
+from tests.helpers.in_process import found, run
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 

@@ -17,7 +17,7 @@ from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches, batc
 from dualenc.batching import selector as module
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
-from tests.batching.clusters import random_pairs
+from tests.helpers.known_clusters import random_pairs
 
 Make = Callable[..., BatchSelector]
 

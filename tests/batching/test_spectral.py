@@ -19,7 +19,7 @@ from dualenc.batching.spectral import (
     spectral_rows,
     split_nodes,
 )
-from tests.batching.clusters import planted, purity, random_pairs
+from tests.helpers.known_clusters import planted, purity, random_pairs
 
 
 def as_sets(batches: np.ndarray) -> set[frozenset[int]]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import toy
-from tests.commands.image_models import save_image_model
+from tests.helpers import toy
+from tests.helpers.image_models import save_image_model
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ import pytest
 import dualenc
 from dualenc.errors import BelowTarget
 from dualenc.evaluation.report_page import Table
-from tests.commands import toy
-from tests.commands.image_models import save_classes, save_splits
-from tests.commands.in_process import run
 from tests.commands.test_report import write_run
-from tests.local_qdrant import url_of, use_folders
+from tests.helpers import toy
+from tests.helpers.image_models import save_classes, save_splits
+from tests.helpers.in_process import run
+from tests.helpers.local_qdrant import url_of, use_folders
 
 pytestmark = pytest.mark.slow
 

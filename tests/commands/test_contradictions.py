@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.in_process import failure
+from tests.helpers.in_process import failure
 
 LINES = [
     ("index {ix} --verify", "--verify is now a separate command; use dualenc verify FOLDER"),

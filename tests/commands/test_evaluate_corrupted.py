@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dualenc.evaluation.corrupted import read_baseline
-from tests.commands.image_models import save_cifar_c, save_splits
-from tests.commands.in_process import evaluated, failure
+from tests.helpers.image_models import save_cifar_c, save_splits
+from tests.helpers.in_process import evaluated, failure
 
 FEW = ("--corruptions", "gaussian_noise,fog,pixelate")
 

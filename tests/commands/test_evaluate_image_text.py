@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dualenc.data.store.vector_shards import Embeddings
-from tests.commands.in_process import evaluated
-from tests.commands.toy import write_captioned
+from tests.helpers.in_process import evaluated
+from tests.helpers.toy import write_captioned
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ from dualenc.data.labels import align_labels
 from dualenc.encoders import load_model
 from dualenc.search.embed.encode import embed
 from dualenc.workflows.labeled_images import open_images
-from tests.commands.image_models import save_splits
-from tests.commands.in_process import evaluated
+from tests.helpers.image_models import save_splits
+from tests.helpers.in_process import evaluated
 
 
 @pytest.fixture

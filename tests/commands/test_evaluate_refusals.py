@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.commands import toy
-from tests.commands.image_models import save_cifar_c, save_classes, save_splits
-from tests.commands.in_process import failure
+from tests.helpers import toy
+from tests.helpers.image_models import save_cifar_c, save_classes, save_splits
+from tests.helpers.in_process import failure
 
 
 def make_spaced(folder: Path) -> None:

@@ -19,10 +19,10 @@ from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.search import Index
 from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
-from tests.commands.in_process import evaluated, failure, run
-from tests.commands.toy import ANIMALS, WORDS, text_model, write_beir
 from tests.data.test_hub import nano
-from tests.result_files import read_per_query, read_qrels
+from tests.helpers.in_process import evaluated, failure, run
+from tests.helpers.result_files import read_per_query, read_qrels
+from tests.helpers.toy import ANIMALS, WORDS, text_model, write_beir
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.workflows.evaluate_zero_shot import _name_classes
-from tests.commands.image_models import HUES, save_classes
-from tests.commands.in_process import evaluated, failure
+from tests.helpers.image_models import HUES, save_classes
+from tests.helpers.in_process import evaluated, failure
 
 
 @pytest.mark.slow

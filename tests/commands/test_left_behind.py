@@ -18,9 +18,9 @@ from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.documents import open_documents
 from dualenc.search.migration.stages import Migration
-from tests.commands import toy
-from tests.commands.in_process import failure, run
 from tests.commands.test_migrate_changes import changes, contents
+from tests.helpers import toy
+from tests.helpers.in_process import failure, run
 
 DOCUMENTS = 200
 FORK = multiprocessing.get_context("fork")

@@ -18,8 +18,8 @@ from dualenc.encoders import load_model
 from dualenc.io.files import locked
 from dualenc.search import Index
 from dualenc.search.migration.stages import SHARES, Migration
-from tests.commands import toy
-from tests.commands.in_process import evaluated, failure, found, run
+from tests.helpers import toy
+from tests.helpers.in_process import evaluated, failure, found, run
 
 DOCUMENTS, KILLS = 300, 20
 FORK = multiprocessing.get_context("fork")

@@ -20,8 +20,8 @@ from dualenc.io.files import locked
 from dualenc.search import Index
 from dualenc.search.migration.stages import SHARES, Migration
 from dualenc.workflows import migrate_model
-from tests.commands import toy
-from tests.commands.in_process import failure, found, run
+from tests.helpers import toy
+from tests.helpers.in_process import failure, found, run
 
 DOCUMENTS = 300
 FORK = multiprocessing.get_context("fork")

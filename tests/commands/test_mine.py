@@ -12,8 +12,8 @@ import datasets
 import pytest
 
 from dualenc.data import BeirPairs, MinedPairs
-from tests.commands import toy
-from tests.commands.in_process import failure, run
+from tests.helpers import toy
+from tests.helpers.in_process import failure, run
 
 
 @pytest.fixture(scope="module")

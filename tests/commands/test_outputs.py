@@ -14,8 +14,8 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.training.checkpoint import locked_run
-from tests.commands import toy
-from tests.commands.in_process import failure, run
+from tests.helpers import toy
+from tests.helpers.in_process import failure, run
 
 
 @pytest.fixture(scope="module")

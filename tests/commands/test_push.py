@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.commands import toy
-from tests.commands.in_process import failure, found, run
-from tests.local_qdrant import url_of, use_folders
+from tests.helpers import toy
+from tests.helpers.in_process import failure, found, run
+from tests.helpers.local_qdrant import url_of, use_folders
 
 FILTER = (
     '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'

@@ -15,8 +15,8 @@ import pytest
 from dualenc.cli import main
 from dualenc.search import Embeddings
 from dualenc.search.engines.factory import push_embeddings
-from tests.commands.in_process import evaluated, failure, found, run
 from tests.commands.test_push import beir, emb
+from tests.helpers.in_process import evaluated, failure, found, run
 
 __all__ = ["beir", "emb"]  # fixtures
 

@@ -11,9 +11,9 @@ import pytest
 
 from dualenc.training import RetrievalEvaluator
 from dualenc.workflows.training_report import read_run
-from tests.commands.in_process import failure, run
-from tests.training.fakes import tiny_pairs
-from tests.training.runs import train
+from tests.helpers.fakes import tiny_pairs
+from tests.helpers.in_process import failure, run
+from tests.helpers.runs import train
 
 
 def write_run(folder: Path, scores: list[float]) -> Path:

@@ -20,9 +20,9 @@ from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.texts import TextStore
-from tests.commands import toy
-from tests.commands.image_models import save_classes
-from tests.commands.in_process import failure, found, run
+from tests.helpers import toy
+from tests.helpers.image_models import save_classes
+from tests.helpers.in_process import failure, found, run
 
 
 @pytest.fixture

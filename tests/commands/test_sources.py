@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from dualenc.data.store.vector_shards import Embeddings
-from tests.commands import toy
-from tests.commands.image_models import picture
-from tests.commands.in_process import failure, run
+from tests.helpers import toy
+from tests.helpers.image_models import picture
+from tests.helpers.in_process import failure, run
 
 TABLE = pa.table({"id": ["a", "b"], "text": ["wing flow", "shock heat"], "tags": [["x"], ["y"]]})
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from tests.commands import toy
-from tests.commands.image_models import save_splits
-from tests.commands.processes import run_on_two
+from tests.helpers import toy
+from tests.helpers.image_models import save_splits
+from tests.helpers.processes import run_on_two
 
 pytestmark = pytest.mark.nightly
 

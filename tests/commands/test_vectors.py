@@ -15,7 +15,7 @@ import pytest
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.training import RetrievalEvaluator
-from tests.commands.in_process import evaluated, failure, found, run
+from tests.helpers.in_process import evaluated, failure, found, run
 
 N, D = 96, 16
 

@@ -11,8 +11,7 @@ from dualenc.data import BeirPairs, IndexPairs, read_beir
 from dualenc.data.corpus import held_out
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
-
-from .make import write_beir, write_jsonl
+from tests.helpers.make import write_beir, write_jsonl
 
 DOCUMENTS = [{"_id": f"d{i}", "title": "T" if i % 2 else "", "text": f"text {i}"} for i in range(4)]
 QUERIES = [{"_id": f"q{i}", "text": f"query {i}", "metadata": {}} for i in range(3)]

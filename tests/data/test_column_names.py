@@ -17,8 +17,7 @@ from dualenc.data.readers.column_names import IDS
 from dualenc.data.readers.written_lists import parse_list
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import BadSample, DualencError
-
-from .make import write_csv, write_jsonl
+from tests.helpers.make import write_csv, write_jsonl
 
 
 @pytest.mark.parametrize("name", [*IDS, "ID", "docId", "Product ID", "corpus-id"])

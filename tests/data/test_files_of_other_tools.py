@@ -37,8 +37,8 @@ from dualenc.data import (
 from dualenc.data.readers import lines
 from dualenc.data.readers.detect import default_split, detect
 from dualenc.errors import DualencError
+from tests.helpers.make import encoded, picture, write_beir, write_csv, write_jsonl
 
-from .make import encoded, picture, write_beir, write_csv, write_jsonl
 from .test_webdataset import write_tar
 
 ROWS = [{"query": f"q{i}", "document": f"d{i}"} for i in range(4)]

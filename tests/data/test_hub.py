@@ -15,8 +15,7 @@ from dualenc.data import BeirPairs, open_corpus, open_pairs, read_beir
 from dualenc.data.readers.beir import expand_name
 from dualenc.data.readers.detect import detect
 from dualenc.errors import BadSample, DualencError
-
-from .make import write_beir, write_jsonl
+from tests.helpers.make import write_beir, write_jsonl
 
 Rows = list[dict[str, Any]]
 DOCUMENTS: Rows = [

@@ -14,8 +14,8 @@ import pytest
 from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, open_corpus
 from dualenc.data.store import identity
 from dualenc.data.store.identity import items_identity
+from tests.helpers.make import encoded, picture, write_beir, write_csv, write_jsonl
 
-from .make import encoded, picture, write_beir, write_csv, write_jsonl
 from .test_webdataset import sample, write_tar
 
 

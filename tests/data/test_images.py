@@ -18,8 +18,7 @@ from dualenc.data.store.identity import item_identity
 from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.io.decoding import decode_image, rgb_item
-
-from .make import encoded, picture
+from tests.helpers.make import encoded, picture
 
 GRADIENT = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
 

@@ -18,8 +18,7 @@ from dualenc.data.corpus import held_out
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search.mining import mine_negatives
-
-from .make import encoded, picture, write_csv, write_jsonl, write_rows
+from tests.helpers.make import encoded, picture, write_csv, write_jsonl, write_rows
 
 FORMS = ["jsonl", "csv", "parquet", "saved"]
 

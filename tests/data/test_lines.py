@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.readers.lines import read_records
 from dualenc.errors import BadSample, DualencError
-
-from .make import write_csv, write_jsonl
+from tests.helpers.make import write_csv, write_jsonl
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r\0"), max_size=12)
 RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), TEXT, min_size=1), max_size=6)

@@ -16,7 +16,7 @@ import pytest
 from dualenc.data import open_corpus
 from dualenc.data.store.metadata import plain_columns
 from dualenc.errors import DualencError
-from tests.data.make import write_jsonl
+from tests.helpers.make import write_jsonl
 
 ROWS: list[dict[str, Any]] = [
     {

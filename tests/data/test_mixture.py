@@ -12,7 +12,7 @@ from dualenc.data import ImageViews, Mixture, PairDataset, VectorPairs
 from dualenc.data.corpus import corpora
 from dualenc.data.store.identity import items_identity
 from dualenc.errors import DualencError
-from tests.data.make import picture
+from tests.helpers.make import picture
 
 
 def texts(name, count):

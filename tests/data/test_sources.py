@@ -27,8 +27,7 @@ from dualenc.data import (
 from dualenc.data.corpus import used_items
 from dualenc.data.readers.detect import detect
 from dualenc.errors import DualencError
-
-from .make import (
+from tests.helpers.make import (
     contents,
     encoded,
     picture,
@@ -38,6 +37,7 @@ from .make import (
     write_jsonl,
     write_rows,
 )
+
 from .test_webdataset import write_tar
 
 

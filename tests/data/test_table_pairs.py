@@ -31,8 +31,15 @@ from dualenc.data import (
 )
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
-
-from .make import contents, encoded, picture, shade_of, write_csv, write_jsonl, write_rows
+from tests.helpers.make import (
+    contents,
+    encoded,
+    picture,
+    shade_of,
+    write_csv,
+    write_jsonl,
+    write_rows,
+)
 
 WORD = st.text("ab ", max_size=3)
 LISTS = st.lists(WORD, max_size=3)

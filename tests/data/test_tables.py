@@ -14,8 +14,7 @@ from dualenc.data.readers.read_options import ReadOptions
 from dualenc.data.readers.tables import FILE, LINE, ColumnKind, DataTable, TableSource
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
-
-from .make import write_csv, write_jsonl
+from tests.helpers.make import write_csv, write_jsonl
 
 ROWS = {"query": ["q0", "q1", "q2"], "documents": [["a", "b"], ["c"], []]}
 COLUMNS: dict[str, ColumnKind] = {"query": "value", "documents": "list"}

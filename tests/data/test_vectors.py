@@ -26,7 +26,7 @@ from dualenc.data import (
 )
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed.writer import EmbeddingWriter, shard_ranges
-from tests.data.make import write_jsonl
+from tests.helpers.make import write_jsonl
 
 N, D = 20, 6
 LEFT, RIGHT = (

@@ -17,8 +17,7 @@ from dualenc.data.readers import webdataset as reader
 from dualenc.data.readers.webdataset import tar_corpus
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
-
-from .make import contents, encoded, picture, shade_of, shades_in
+from tests.helpers.make import contents, encoded, picture, shade_of, shades_in
 
 
 def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:

@@ -29,8 +29,7 @@ from dualenc.data import (
 )
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
-
-from .make import picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
+from tests.helpers.make import picture, shade_of, write_beir, write_csv, write_jsonl, write_rows
 
 ACCENTS = "id,text\n1,café\n2,“naïve”\n"
 READ = {"1": "café", "2": "“naïve”"}

@@ -30,7 +30,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
 from dualenc.training.trainer import Trainer
 from dualenc.types import Inputs
-from tests.training.fakes import same
+from tests.helpers.fakes import same
 
 VECTORS = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32) * 3
 

@@ -13,7 +13,7 @@ from dualenc.encoders.image import ImageEncoder
 from dualenc.objectives import DCL
 from dualenc.training.trainer import Trainer
 from tests.commands.conftest import toy_text
-from tests.commands.image_models import save_classes
+from tests.helpers.image_models import save_classes
 
 __all__ = ["toy_text"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dualenc.search.embed.writer import EmbeddingWriter
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 DIM, NUM = 6, 80
 DRAW = np.random.default_rng(0)

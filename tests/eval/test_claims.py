@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from dualenc.data import open_pairs
 from dualenc.encoders import load_model
 from dualenc.objectives import ExactGlobal
-from tests.commands import toy
-from tests.eval.scripts import load_script
+from tests.helpers import toy
+from tests.helpers.eval_scripts import load_script
 
 
 @pytest.fixture(scope="module")

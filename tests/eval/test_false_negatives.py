@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.objectives import GlobalCache, InfoNCE, SogCLR
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 NUM_PAIRS = 40
 COMMON = {"num_left": NUM_PAIRS, "num_right": NUM_PAIRS, "temperature": 0.2, "start": 0.0}

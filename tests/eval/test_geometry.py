@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 geometry = load_script("geometry.py")
 effective_rank = geometry.effective_rank

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dualenc.objectives import DCL, ISIR, ExactGlobal, InfoNCE
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 TAU = 0.2
 Array = np.ndarray

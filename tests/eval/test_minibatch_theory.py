@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dualenc.batching import RandomBatches, batch_losses
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 
 @pytest.fixture(scope="module")

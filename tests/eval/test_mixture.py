@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 
 def write_source(folder: Path, words: list[str]) -> Path:

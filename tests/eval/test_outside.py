@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE, SogCLR
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 NUM_PAIRS = 12
 TAU = 0.2

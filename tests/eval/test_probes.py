@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from dualenc.batching import RandomBatches
 from dualenc.errors import DualencError
-from tests.batching.clusters import random_pairs
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
+from tests.helpers.known_clusters import random_pairs
 
 OSGDBatches = load_script("probes.py").OSGDBatches
 

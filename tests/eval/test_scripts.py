@@ -12,8 +12,8 @@ import pytest
 
 from dualenc.data import Corpus, RetrievalSet
 from dualenc.encoders import VectorEncoder
-from tests.commands import toy
-from tests.eval.scripts import load_script
+from tests.helpers import toy
+from tests.helpers.eval_scripts import load_script
 
 
 @pytest.mark.slow

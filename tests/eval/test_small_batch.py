@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
-from tests.eval.scripts import load_script
+from tests.helpers.eval_scripts import load_script
 
 WORDS = [f"word{number}" for number in range(50)]
 

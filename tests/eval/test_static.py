@@ -11,8 +11,8 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
-from tests.commands import toy
-from tests.eval.scripts import load_script
+from tests.helpers import toy
+from tests.helpers.eval_scripts import load_script
 
 pytestmark = pytest.mark.slow
 PARTS = {"train": range(16), "dev": range(16, 22), "test": range(22, 30)}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from tests.commands import toy
-from tests.result_files import read_qrels
+from tests.helpers import toy
+from tests.helpers.result_files import read_qrels
 
 mteb = pytest.importorskip("mteb", reason="mteb is not installed; pip install mteb")
 

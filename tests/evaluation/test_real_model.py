@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dualenc.cli import main
-from tests.result_files import read_qrels
+from tests.helpers.result_files import read_qrels
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from dualenc.evaluation.retrieval import (
     retrieve,
     summary_rows,
 )
-from tests.result_files import read_per_query
+from tests.helpers.result_files import read_per_query
 
 
 def random_collection(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.runs import write_per_query, write_trec
-from tests.result_files import read_per_query
+from tests.helpers.result_files import read_per_query
 
 names = st.text(st.characters(exclude_categories=["Z", "C"]), min_size=1, max_size=5)
 runs = st.dictionaries(

@@ -24,8 +24,8 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
+from tests.helpers.launched import launch
 from tests.test_docs import ROOT, code
-from tests.training.launched import launch
 
 sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
 from dualenc.integrations.sentence_transformers import (  # noqa: E402

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualenc.objectives import anchors, global_cache
-from tests.objectives.every import EVERY, FIRST, Run, Setting, assert_same_state, momentum_keys
+from tests.helpers.every import EVERY, FIRST, Run, Setting, assert_same_state, momentum_keys
 
 pytestmark = pytest.mark.slow
 

@@ -18,8 +18,8 @@ from dualenc.objectives import DCL, EMC2, ISIR
 from dualenc.objectives.chains import ChainObjective
 from dualenc.objectives.emc2 import metropolis_hastings
 from dualenc.objectives.isir import isir_step
-from tests.objectives.frozen import Frozen
-from tests.objectives.slow import Corpus
+from tests.helpers.frozen_embeddings import Frozen
+from tests.helpers.slow import Corpus
 
 unit = partial(torch.nn.functional.normalize, dim=-1)
 NUM = 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.objectives.every import EVERY, FIRST, WRAPPED, Setting, Towers, batch, momentum_keys
-from tests.pretended_device import DEVICE, pretended_device
+from tests.helpers.every import EVERY, FIRST, WRAPPED, Setting, Towers, batch, momentum_keys
+from tests.helpers.pretended_device import DEVICE, pretended_device
 
 
 def train(setting: Setting, device: torch.device | str) -> list[float]:

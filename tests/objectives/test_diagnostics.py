@@ -12,8 +12,8 @@ from torch.nn.functional import normalize
 
 from dualenc.objectives import EMC2, ISIR, InfoNCE, ISogCLR, Objective, SogCLR
 from dualenc.objectives.chains import ChainObjective
-from tests.objectives.every import FIRST, WRAPPED, Run, Setting
-from tests.objectives.frozen import Frozen
+from tests.helpers.every import FIRST, WRAPPED, Run, Setting
+from tests.helpers.frozen_embeddings import Frozen
 
 WITH_MEMORY = {
     "EMC2",

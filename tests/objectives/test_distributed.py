@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 from dualenc.objectives import memory
 from dualenc.objectives.memory import EmbeddingMemory
-from tests.objectives.every import (
+from tests.helpers.every import (
     EVERY,
     FIRST,
     SETTINGS,

@@ -18,7 +18,7 @@ from dualenc.objectives import (
     Objective,
 )
 from dualenc.objectives.chains import ChainObjective
-from tests.objectives.frozen import TAU, Frozen, averaged_bias, batches
+from tests.helpers.frozen_embeddings import TAU, Frozen, averaged_bias, batches
 
 N, B = 200, 40
 NIGHTLY, SLOW = pytest.mark.nightly, pytest.mark.slow

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from dualenc.objectives import ExactGlobal, GlobalCache, NegativeCache, Objective, SigLIP
-from tests.objectives.every import SETTINGS, Setting
-from tests.objectives.frozen import Frozen, batches
+from tests.helpers.every import SETTINGS, Setting
+from tests.helpers.frozen_embeddings import Frozen, batches
 
 N, B = 200, 40
 

@@ -18,7 +18,7 @@ from torch.nn.functional import normalize
 from dualenc.objectives import GlobalCache, global_cache
 from dualenc.objectives.global_cache import mean_shares
 from dualenc.objectives.memory import EmbeddingMemory, sample
-from tests.objectives.slow import (
+from tests.helpers.slow import (
     Case,
     Corpus,
     Item,

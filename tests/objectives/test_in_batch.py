@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, normalize
 
 from dualenc.objectives import DCL, HCL, InfoNCE, SigLIP
-from tests.objectives import slow
-from tests.objectives.slow import gradients
+from tests.helpers import slow
+from tests.helpers.slow import gradients
 
 FORMULAS = {
     "InfoNCE": (InfoNCE, {}, slow.info_nce),

@@ -27,7 +27,7 @@ from dualenc.objectives import (
     SogCLR,
 )
 from dualenc.recipe.check import parameters
-from tests.objectives.every import CLASSES, momentum_keys
+from tests.helpers.every import CLASSES, momentum_keys
 
 EYE, IDS = torch.eye(4), torch.arange(4)
 GOOD = {"left": EYE, "right": EYE, "left_id": IDS}

@@ -21,7 +21,7 @@ from dualenc.objectives import (
     Objective,
     SogCLR,
 )
-from tests.objectives.frozen import Frozen, batches
+from tests.helpers.frozen_embeddings import Frozen, batches
 
 N, B = 200, 40
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
 from dualenc.objectives import SACLR, ISogCLR, Objective, SogCLR
-from tests.objectives import slow
-from tests.objectives.slow import gradients
+from tests.helpers import slow
+from tests.helpers.slow import gradients
 
 NUM, STEPS = 20, 3
 TAU = 0.2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualenc.objectives import NegativeCache
 from dualenc.objectives.memory import EmbeddingMemory, MemoryDraws
-from tests.objectives.slow import (
+from tests.helpers.slow import (
     Case,
     Corpus,
     Item,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dualenc.objectives import MomentumQueue
-from tests.objectives.slow import (
+from tests.helpers.slow import (
     Case,
     Item,
     batch_items,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualenc.objectives import DCL, SACLR, ExactGlobal, InfoNCE, NegativeCache, Objective, SogCLR
-from tests.objectives import slow
+from tests.helpers import slow
 
 
 def gradient(criterion: Objective, case: slow.Case, **more: object) -> torch.Tensor:

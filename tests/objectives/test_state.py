@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 from dualenc.errors import DualencError
 from dualenc.objectives import ISIR, InfoNCE, Matryoshka, MomentumQueue, SogCLR
 from dualenc.objectives.draws import SharedRandom
-from tests.objectives.every import (
+from tests.helpers.every import (
     EVERY,
     FIRST,
     STEPS,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.commands import toy
-from tests.commands.in_process import run
+from tests.helpers import toy
+from tests.helpers.in_process import run
 
 LANGUAGES = ("en", "de", None)
 

@@ -20,9 +20,9 @@ from dualenc.search.index.change import append, remove
 from dualenc.search.lexical import Lexical
 from dualenc.search.searcher import Searcher
 from dualenc.search.texts import TextStore
-from tests.commands import toy
-from tests.commands.in_process import failure, run
-from tests.search.clusters import clustered
+from tests.helpers import toy
+from tests.helpers.clusters import clustered
+from tests.helpers.in_process import failure, run
 from tests.search.test_index import on_disk
 
 COUNT = 300

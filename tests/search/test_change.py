@@ -13,7 +13,7 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index
 from dualenc.search.index.change import append, remove
-from tests.search.clusters import clustered, search_ids
+from tests.helpers.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
 COUNT = 3000

@@ -19,8 +19,8 @@ from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.index import database
-from tests.local_qdrant import url_of, use_folders
-from tests.search.clusters import clustered
+from tests.helpers.clusters import clustered
+from tests.helpers.local_qdrant import url_of, use_folders
 
 NUM = 3000
 IDS = [f"d{row}" for row in range(NUM)]

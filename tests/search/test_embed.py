@@ -17,7 +17,7 @@ from dualenc.data import Corpus
 from dualenc.data.readers.sources import open_corpus
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed.encode import embed, tower_checksum
-from tests.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts
+from tests.helpers.fake_towers import WORDS, LetterTower, PixelTower, corpus, images, texts
 
 
 @pytest.fixture

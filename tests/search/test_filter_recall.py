@@ -16,11 +16,11 @@ from dualenc.search import Embeddings, Index
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.filter_recall import tune, tune_folder
 from dualenc.search.where import parse_conditions
-from tests.commands.in_process import failure, run
-from tests.edge_qdrant import EdgeClient
-from tests.search.clusters import clustered, exact_rows
-from tests.search.conditions import KINDS, met_by_pandas
-from tests.search.pushed import embeddings, frame, vectors
+from tests.helpers.clusters import clustered, exact_rows
+from tests.helpers.conditions import KINDS, met_by_pandas
+from tests.helpers.edge_qdrant import EdgeClient
+from tests.helpers.in_process import failure, run
+from tests.helpers.pushed import embeddings, frame, vectors
 
 pytestmark = pytest.mark.slow
 

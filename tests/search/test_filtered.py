@@ -19,10 +19,10 @@ from dualenc.search import Embeddings, Index
 from dualenc.search.fusion import fuse
 from dualenc.search.index import change
 from dualenc.search.searcher import Searcher
-from tests.commands import toy
-from tests.commands.in_process import found, run
-from tests.search.clusters import clustered, exact_rows
-from tests.search.conditions import KINDS, met_by_pandas
+from tests.helpers import toy
+from tests.helpers.clusters import clustered, exact_rows
+from tests.helpers.conditions import KINDS, met_by_pandas
+from tests.helpers.in_process import found, run
 from tests.search.conftest import documents
 
 VECTORS, QUERIES = clustered(2000), clustered(20, seed=1)

@@ -19,7 +19,7 @@ from dualenc.search import Index
 from dualenc.search.index import open as index
 from dualenc.search.lexical import Lexical
 from dualenc.search.migration.maps import LinearMap
-from tests.search.clusters import clustered
+from tests.helpers.clusters import clustered
 
 FULL = r"{}: the disk is full \([\d.,]+ of [\d.,]+ MiB are free in .*\); free some space, or name a folder on another disk"
 FAISS = "Error in write_index at index_write.cpp:499: Error: 'ret == (size)' failed: write error (No space left on device)"

@@ -17,7 +17,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
 from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.index.kinds import KINDS
-from tests.search.clusters import clustered, exact_rows, search_ids
+from tests.helpers.clusters import clustered, exact_rows, search_ids
 
 IDS = [f"doc {i}" for i in range(2000)]
 

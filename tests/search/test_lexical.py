@@ -24,8 +24,8 @@ from dualenc.io.checksums import recorded
 from dualenc.search.fusion import fuse
 from dualenc.search.lexical import K1, B, Lexical, split_terms
 from dualenc.search.searcher import Searcher
-from tests.commands import toy
-from tests.commands.in_process import failure, run
+from tests.helpers import toy
+from tests.helpers.in_process import failure, run
 
 TEXTS = st.lists(
     st.lists(st.sampled_from(toy.ANIMALS), min_size=1, max_size=8).map(" ".join),

@@ -20,8 +20,8 @@ from dualenc.search.lexical import Lexical
 from dualenc.search.migration import stages as migrate
 from dualenc.search.migration.maps import fit
 from dualenc.search.texts import TextStore, add_texts
-from tests.fake_towers import corpus
-from tests.search.clusters import clustered, search_ids
+from tests.helpers.clusters import clustered, search_ids
+from tests.helpers.fake_towers import corpus
 from tests.search.test_index import on_disk
 
 COUNT = 700

@@ -26,8 +26,8 @@ from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.filter_recall import tune_folder, wilson_interval
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.where import parse_conditions
-from tests.search.conditions import KINDS, conditions, met_by_pandas
-from tests.search.pushed import DIM, NUM, check_results, embeddings, frame, vectors
+from tests.helpers.conditions import KINDS, conditions, met_by_pandas
+from tests.helpers.pushed import DIM, NUM, check_results, embeddings, frame, vectors
 
 pytestmark = pytest.mark.slow
 

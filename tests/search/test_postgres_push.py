@@ -22,7 +22,7 @@ from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.engines.postgres_url import libpq_url, without_secrets
 from dualenc.search.where import parse_conditions
-from tests.search.pushed import DIM, NUM, embeddings, vectors
+from tests.helpers.pushed import DIM, NUM, embeddings, vectors
 from tests.search.test_postgres import IDS, check_whole, execute
 
 pytestmark = pytest.mark.slow

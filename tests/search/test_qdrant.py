@@ -23,10 +23,10 @@ from dualenc.search import Embeddings
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
-from tests.edge_qdrant import EdgeClient
-from tests.local_qdrant import CLIENT, url_of, use_folders
-from tests.search.conditions import KINDS, conditions, met_by_pandas
-from tests.search.pushed import DIM, NUM, check_results, embeddings, frame, vectors
+from tests.helpers.conditions import KINDS, conditions, met_by_pandas
+from tests.helpers.edge_qdrant import EdgeClient
+from tests.helpers.local_qdrant import CLIENT, url_of, use_folders
+from tests.helpers.pushed import DIM, NUM, check_results, embeddings, frame, vectors
 
 TARGET = os.environ.get("DUALENC_TEST_QDRANT")
 """URL of a Qdrant server for the same tests over HTTP."""
@@ -133,8 +133,8 @@ import pytest
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import parse_conditions
-from tests.local_qdrant import use_folders
-from tests.search.pushed import embeddings
+from tests.helpers.local_qdrant import use_folders
+from tests.helpers.pushed import embeddings
 use_folders(pytest.MonkeyPatch())
 add = QdrantIndex.add
 calls = []

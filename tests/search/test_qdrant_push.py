@@ -22,9 +22,9 @@ from dualenc.search.documents import open_documents
 from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import meets, parse_conditions
-from tests.edge_qdrant import EdgeClient
-from tests.local_qdrant import CLIENT, url_of, use_folders
-from tests.search.pushed import DIM, NUM, embeddings, vectors
+from tests.helpers.edge_qdrant import EdgeClient
+from tests.helpers.local_qdrant import CLIENT, url_of, use_folders
+from tests.helpers.pushed import DIM, NUM, embeddings, vectors
 
 IDS = embeddings().ids
 
@@ -207,8 +207,8 @@ import os, sys
 import pytest
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.qdrant import QdrantIndex
-from tests.local_qdrant import use_folders
-from tests.search.pushed import embeddings
+from tests.helpers.local_qdrant import use_folders
+from tests.helpers.pushed import embeddings
 use_folders(pytest.MonkeyPatch())
 function, call = sys.argv[2], int(sys.argv[3])
 original = getattr(QdrantIndex, function)

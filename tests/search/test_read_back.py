@@ -15,7 +15,7 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.documents import open_documents
-from tests.search.clusters import clustered
+from tests.helpers.clusters import clustered
 
 NUM = 1200
 VECTORS = clustered(NUM, 32) + 0.3 * np.ones(32, np.float32) / np.sqrt(32)

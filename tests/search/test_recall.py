@@ -20,7 +20,7 @@ from dualenc.search.index.tune import (
     set_parameter,
     tune,
 )
-from tests.search.clusters import clustered, exact_rows
+from tests.helpers.clusters import clustered, exact_rows
 
 
 def database(vectors: np.ndarray) -> Database:

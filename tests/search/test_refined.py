@@ -18,7 +18,7 @@ from dualenc.io.files import write_json
 from dualenc.io.reading import read_json
 from dualenc.search import Embeddings, Index
 from dualenc.search.index import build, kinds
-from tests.search.clusters import clustered, search_ids
+from tests.helpers.clusters import clustered, search_ids
 from tests.search.test_index import on_disk
 
 COUNT = 6000

@@ -14,7 +14,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.texts import TextStore, add_texts
-from tests.commands.in_process import failure, run
+from tests.helpers.in_process import failure, run
 
 LONG = "fox " + "ant " * 100 + "hen"
 

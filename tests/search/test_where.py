@@ -20,7 +20,7 @@ from dualenc.search.where import (
     meets,
     parse_conditions,
 )
-from tests.search.conditions import KINDS, conditions, met_by_pandas, rows
+from tests.helpers.conditions import KINDS, conditions, met_by_pandas, rows
 
 
 @given(rows(), st.lists(conditions(), max_size=3))

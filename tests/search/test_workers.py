@@ -19,7 +19,7 @@ import pytest
 
 from dualenc.search.embed.encode import embed
 from dualenc.search.embed.writer import work_lock
-from tests.fake_towers import LetterTower, corpus
+from tests.helpers.fake_towers import LetterTower, corpus
 
 FORK = multiprocessing.get_context("fork")
 ROWS, SHARDS = 800, 8

@@ -16,9 +16,9 @@ from dualenc.errors import DualencError
 from dualenc.objectives import EMC2
 from dualenc.training import Callback
 from dualenc.training.log import read_metrics
-from tests.training.fakes import same, weights
-from tests.training.launched import launch, small_run
-from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
+from tests.helpers.fakes import same, weights
+from tests.helpers.launched import launch, small_run
+from tests.helpers.runs import FixedEvaluator, run_and_die, train, train_and_die
 
 
 class Recorder(Callback):

@@ -14,7 +14,7 @@ from dualenc.data import Mixture
 from dualenc.objectives import EMC2, InfoNCE, MomentumQueue, SogCLR
 from dualenc.search import mining
 from dualenc.training.log import read_metrics
-from tests.training.fakes import (
+from tests.helpers.fakes import (
     TinyEncoder,
     static_encoder,
     text_pairs,
@@ -24,8 +24,8 @@ from tests.training.fakes import (
     vector_pairs,
     weights,
 )
-from tests.training.launched import launch
-from tests.training.runs import FixedEvaluator, train
+from tests.helpers.launched import launch
+from tests.helpers.runs import FixedEvaluator, train
 from tests.training.test_every_objective import OBJECTIVES, make
 
 pytestmark = pytest.mark.slow

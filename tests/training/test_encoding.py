@@ -12,7 +12,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.extra_items import ItemEncoder
-from tests.training.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
+from tests.helpers.fakes import WIDTH, TinyEncoder, gradients, tiny_objective, tiny_pairs
 
 CPU = torch.device("cpu")
 BATCH = 11

@@ -21,9 +21,9 @@ from dualenc.training.evaluators import (
     RetrievalEvaluator,
 )
 from dualenc.training.index_evaluator import IndexEvaluator
-from tests.data.make import write_beir
-from tests.training.fakes import TinyEncoder, tiny_pairs
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, tiny_pairs
+from tests.helpers.make import write_beir
+from tests.helpers.runs import train
 
 
 class MeanColour(Prepare):

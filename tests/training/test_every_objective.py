@@ -23,8 +23,8 @@ from dualenc.objectives import (
 )
 from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.recipe.resolve import make_recipe
-from tests.training.fakes import TinyEncoder, same, tiny_pairs, weights
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, same, tiny_pairs, weights
+from tests.helpers.runs import train
 
 CLASSES = [getattr(objectives, name) for name in sorted(objectives.__all__)]
 CLASSES = [kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective)]

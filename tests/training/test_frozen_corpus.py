@@ -15,8 +15,8 @@ from dualenc.data import PairDataset, VectorPairs
 from dualenc.encoders import VectorEncoder
 from dualenc.objectives import FrozenCorpus
 from dualenc.training.log import read_metrics
-from tests.training.fakes import same, weights
-from tests.training.runs import run_and_die, train, train_and_die
+from tests.helpers.fakes import same, weights
+from tests.helpers.runs import run_and_die, train, train_and_die
 
 TAU = 0.1
 

@@ -11,8 +11,8 @@ from dualenc.errors import BadSample, DualencError
 from dualenc.objectives import GlobalCache
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.extra_items import ItemEncoder
-from tests.training.fakes import TinyEncoder, same, tiny_pairs, weights
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, same, tiny_pairs, weights
+from tests.helpers.runs import train
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from dualenc.encoders.token_table import TokenTable
 from dualenc.objectives import GlobalCache, InfoNCE
 from dualenc.training.lazy_adam import LazyAdamW, sparse_tables
 from dualenc.training.optim import build_optimizer, clip_gradients
-from tests.training.fakes import static_encoder, text_pairs
-from tests.training.runs import train
+from tests.helpers.fakes import static_encoder, text_pairs
+from tests.helpers.runs import train
 
 ROWS = 12
 OFFSETS = torch.tensor([0, 2, 2, 5])

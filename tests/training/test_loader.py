@@ -11,8 +11,8 @@ from dualenc import distributed
 from dualenc.errors import BadSample
 from dualenc.objectives import ISIR, InfoNCE
 from dualenc.training.loader import BatchLoader, augmentation_seeds
-from tests.training.fakes import NumbersPrepare, tiny_pairs
-from tests.training.runs import train
+from tests.helpers.fakes import NumbersPrepare, tiny_pairs
+from tests.helpers.runs import train
 
 CPU = torch.device("cpu")
 PLAN = np.random.default_rng(0).permutation(24).reshape(4, 6)

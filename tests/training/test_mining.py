@@ -16,14 +16,14 @@ from dualenc.search.hard_negatives import Rule
 from dualenc.training.log import read_metrics
 from dualenc.training.mined_negatives import NegativeMiner
 from dualenc.training.settings import TrainerSettings
-from tests.training.fakes import (
+from tests.helpers.fakes import (
     TinyEncoder,
     tiny_objective,
     tiny_pairs,
     vector_encoder,
     vector_pairs,
 )
-from tests.training.runs import train
+from tests.helpers.runs import train
 
 # Half of the right items have two pairs, and so have some left ones.
 LEFT_ID = [*range(20), 0, 1, 2, 3]

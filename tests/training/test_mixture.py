@@ -11,8 +11,8 @@ import torch
 from dualenc.data import Mixture, PairDataset
 from dualenc.encoders import TextEncoder, train_tokenizer
 from dualenc.objectives import InfoNCE
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.helpers.runs import train
 
 
 def mixed() -> Mixture:

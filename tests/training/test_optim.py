@@ -18,8 +18,8 @@ from dualenc.training.optim import (
     parameter_groups,
     trainable_parameters,
 )
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
-from tests.training.runs import FixedEvaluator, train
+from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.helpers.runs import FixedEvaluator, train
 
 
 def test_norms_biases_and_the_temperature_do_not_decay():

@@ -14,7 +14,7 @@ from dualenc.objectives import ISIR, GlobalCache, SogCLR
 from dualenc.training import checkpoint
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.log import read_metrics
-from tests.training.fakes import (
+from tests.helpers.fakes import (
     TinyEncoder,
     kill_this_process,
     same,
@@ -26,7 +26,7 @@ from tests.training.fakes import (
     vector_pairs,
     weights,
 )
-from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
+from tests.helpers.runs import FixedEvaluator, run_and_die, train, train_and_die
 from tests.training.test_every_objective import OBJECTIVES, make
 
 

@@ -20,9 +20,9 @@ from dualenc.io.reading import read_json
 from dualenc.seeds import preserve_random_state, seed_everything
 from dualenc.training import checkpoint as run_folder
 from dualenc.training.checkpoint import Checkpoints
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
-from tests.training.launched import launch, small_run
-from tests.training.runs import FixedEvaluator, train
+from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.helpers.launched import launch, small_run
+from tests.helpers.runs import FixedEvaluator, train
 from tests.training.test_signals import wait_for
 
 

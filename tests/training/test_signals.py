@@ -14,9 +14,9 @@ from dualenc.errors import DualencError
 from dualenc.training.evaluators import RetrievalEvaluator
 from dualenc.training.log import read_metrics
 from dualenc.training.signals import StopSignals
-from tests.training.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
-from tests.training.launched import SlowEvaluator, launch, slowly_evaluated_run, small_run
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.helpers.launched import SlowEvaluator, launch, slowly_evaluated_run, small_run
+from tests.helpers.runs import train
 
 
 def wait_for(path: Path, seconds: float = 120) -> None:

@@ -32,7 +32,7 @@ from dualenc.training.loader import BatchLoader
 from dualenc.training.log import read_metrics
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.trainer import Trainer
-from tests.training.fakes import (
+from tests.helpers.fakes import (
     TinyEncoder,
     same,
     tiny_objective,
@@ -41,7 +41,7 @@ from tests.training.fakes import (
     vector_pairs,
     weights,
 )
-from tests.training.runs import FixedEvaluator, run_and_die, train, train_and_die
+from tests.helpers.runs import FixedEvaluator, run_and_die, train, train_and_die
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from dualenc.encoders import load_model
 from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.workflows.migrate_model import MigrationReport, roll_back
-from tests.commands import toy
-from tests.commands.in_process import run
+from tests.helpers import toy
+from tests.helpers.in_process import run
 
 TIMES = {"build_seconds", "latency_ms", "seconds", "time", "created"}
 """Entries of JSON files that differ from run to run."""

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from dualenc.encoders import ImageTextEncoder, TextEncoder, train_tokenizer
-from tests.commands.image_models import HUES, picture
+from tests.helpers.image_models import HUES, picture
 
 WORDS = (
     "wing",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dualenc.training.trainer import Trainer, TrainingResult
-from tests.training.fakes import TinyEncoder, kill_this_process, tiny_objective, tiny_pairs
+from tests.helpers.fakes import TinyEncoder, kill_this_process, tiny_objective, tiny_pairs
 
 SETTINGS: dict[str, Any] = {
     "batch_size": 6,

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from dualenc.search import Embeddings
 from dualenc.search.engines.engine import Engine
-from tests.search.conditions import KINDS, LANGUAGES
+from tests.helpers.conditions import KINDS, LANGUAGES
 
 NUM = 120
 DIM = 16

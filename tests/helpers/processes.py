@@ -1,6 +1,6 @@
 """Commands on two processes, as `accelerate launch` starts them on a machine without GPUs.
 
-`accelerate launch tests/commands/processes.py COMMANDS.json` runs each of a list of commands in one
+`accelerate launch tests/helpers/processes.py COMMANDS.json` runs each of a list of commands in one
 pair of processes.
 """
 

