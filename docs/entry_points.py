@@ -38,7 +38,9 @@ from dualenc.training import Trainer
 
 pairs = TablePairs("train.csv", left_column="question", right_column="answer")
 model = TextEncoder("sentence-transformers/all-MiniLM-L6-v2")
-objective = SogCLR(num_left=pairs.num_left, num_right=pairs.num_right, gamma=0.5, positive_in_softmax=True)
+objective = SogCLR(
+    num_left=pairs.num_left, num_right=pairs.num_right, gamma=0.5, positive_in_softmax=True
+)
 trainer = Trainer(output="runs/mine", batch_size=32, epochs=1, learning_rate=2e-5, held_out=0.1)
 result = trainer.fit(model, pairs, objective)
 print(result.before, result.metrics, result.model_folder)
