@@ -140,7 +140,7 @@ def _print_unmeasured(reason: str, keep: float | None) -> None:
 
 def _next_command(index: str, result: AdaptResult) -> str:
     """Return how to use the model: search an index or an engine, or evaluate over embeddings."""
-    from dualenc.search.engines.engine import is_pushed
+    from dualenc.search.engines.pushed_folder import is_pushed
     from dualenc.search.index.open import is_index
 
     model = f"{result.folder}/model"

@@ -30,8 +30,9 @@ from dualenc.errors import DualencError
 from dualenc.io.checksums import checksums
 from dualenc.io.files import atomic_path, write_json
 from dualenc.io.reading import read_json_object
-from dualenc.search.engines.engine import Engine, is_pushed, read_pushed, refuse_url
+from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
+from dualenc.search.engines.pushed_folder import is_pushed, read_pushed, refuse_url
 from dualenc.search.index.build import subtracts_mean
 from dualenc.search.index.database import STORED_TOLERANCE, Database, as_queries
 from dualenc.search.index.open import EMBEDDINGS_META, Index, is_index

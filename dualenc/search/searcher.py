@@ -18,8 +18,9 @@ from dualenc.errors import DualencError
 from dualenc.io.decoding import rgb_item
 from dualenc.io.files import consistent_read
 from dualenc.search.embed.encode import tower_checksum
-from dualenc.search.engines.engine import Engine, is_pushed, refuse_url
+from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
+from dualenc.search.engines.pushed_folder import is_pushed, refuse_url
 from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index.open import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER

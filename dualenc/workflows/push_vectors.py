@@ -12,8 +12,8 @@ from typing import Any, Literal
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import check_writable, locked
-from dualenc.search.engines.engine import check_push_target, is_pushed, read_pushed
 from dualenc.search.engines.factory import is_postgres, push_embeddings
+from dualenc.search.engines.pushed_folder import check_push_target, is_pushed, read_pushed
 from dualenc.types import Metric, StrPath
 from dualenc.workflows.measure_engine import EngineRecall, checked_filters, measure_recall
 
@@ -115,7 +115,7 @@ def push(
             earlier = read_pushed(folder) if is_pushed(folder) else {}
             if earlier and engine.is_remembered(earlier):
                 # A second push keeps the settings that were measured.
-                engine.meta["settings"] = earlier.get("settings", {})
+                engine.use_settings(earlier.get("settings", {}))
             engine.save(folder)
             stored: dict[str, Any] = {
                 "location": engine.location,

@@ -21,7 +21,7 @@ from jsonargparse import auto_cli
 from dualenc.search import Embeddings, Index
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.filter_recall import QUERIES, tune
-from dualenc.search.engines.postgres import default_settings
+from dualenc.search.engines.postgres_settings import default_settings
 
 TABLE = "dualenc_bench_filtered"
 

@@ -116,7 +116,7 @@ def test_a_filter_is_one_expression_that_only_reads(
     filled: PostgresIndex, filter: str, message: str
 ) -> None:
     body = "DELETE FROM filled; SELECT true"
-    target = filled.target
+    target = filled.database.target
     execute(target, f"CREATE OR REPLACE FUNCTION writes() RETURNS boolean LANGUAGE sql AS '{body}'")
     with pytest.raises(DualencError, match=message) as error:
         filled.search(vectors(1), 3, filter=filter)
@@ -230,9 +230,15 @@ def test_a_failing_server_is_one_line_and_loses_nothing(
     def failing(index: PostgresIndex, *batch: Any) -> None:
         calls.append(1)
         if len(calls) == 3 and failure == "full_disk":
-            index.connection.execute(sql.SQL(FULL_DISK).format(table=index.filled_table))
+            index.database.connection.execute(
+                sql.SQL(FULL_DISK).format(table=index.filled_table.sql)
+            )
         elif len(calls) == 3:
-            execute(postgres, "SELECT pg_terminate_backend(%s)", index.connection.info.backend_pid)
+            execute(
+                postgres,
+                "SELECT pg_terminate_backend(%s)",
+                index.database.connection.info.backend_pid,
+            )
         add(index, *batch)
 
     monkeypatch.setattr(PostgresIndex, "add", failing)
@@ -244,7 +250,7 @@ def test_a_failing_server_is_one_line_and_loses_nothing(
     assert sent == NUM - 24
     check_whole(postgres, failure, embeddings())
     # A search connects again.
-    execute(postgres, "SELECT pg_terminate_backend(%s)", index.connection.info.backend_pid)
+    execute(postgres, "SELECT pg_terminate_backend(%s)", index.database.connection.info.backend_pid)
     assert [hits[0].id for hits in index.search(vectors(), k=1)] == IDS
 
 

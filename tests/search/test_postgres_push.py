@@ -344,7 +344,7 @@ def replace_and_die(target: str, function: str, call: int) -> None:
         ("create", 1, 0),
         ("add", 4, 36),
         ("finish", 1, NUM),
-        ("_swap", 1, NUM),
+        ("swap", 1, NUM),
         ("_write_state", 12, NUM),
     ],
 )

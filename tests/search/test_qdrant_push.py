@@ -167,7 +167,7 @@ def test_what_replaced_pushes_have_left_is_removed_and_nothing_else(
         ]
     )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(QdrantIndex, "_swap", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(QdrantIndex, "swap", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         push(embeddings(seed=1), replace=True)
     assert len(collections(server)) == 3
     assert found(push()[0]) == IDS
@@ -226,7 +226,7 @@ push_embeddings(embeddings(seed=1), sys.argv[1], "items", replace=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("function", "call", "stored"), [("add", 4, 36), ("_swap", 1, NUM), ("_delete_own", 1, NUM)]
+    ("function", "call", "stored"), [("add", 4, 36), ("swap", 1, NUM), ("_delete_own", 1, NUM)]
 )
 def test_a_killed_replacement_leaves_the_old_points_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, call: int, stored: int

@@ -9,20 +9,14 @@ import re
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from tqdm.auto import tqdm
 
 from dualenc.data.store.items import check_ids
 from dualenc.data.store.metadata import check_column_names
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.search.engines.engine import (
-    REPLACED,
-    Engine,
-    IndexKind,
-    embeddings_fingerprint,
-    read_pushed,
-)
+from dualenc.search.engines.engine import REPLACED, Engine, IndexKind
+from dualenc.search.engines.pushed_folder import AGAIN, embeddings_fingerprint, read_pushed
 from dualenc.search.index.database import Database
 from dualenc.search.index.open import EMBEDDINGS_META
 from dualenc.search.where import column_kinds
@@ -72,15 +66,14 @@ def push_embeddings(
     """
     _check_arguments(embeddings, target, name)
     meta = _describe(embeddings, metric) | {"target": target, "collection": name}
-    engine = _engine_class(target).new(embeddings, meta, index)
-    engine.replaces = replace
+    engine = _engine_class(target).new(embeddings, meta, index, replaces=replace)
     database = Database(embeddings, meta["metric"])
     with engine.transaction() as state:
         if state is None:
             engine.create(embeddings)
     sent = _send_missing(engine, embeddings, database, progress)
     with engine.transaction() as state:
-        state = engine.check_state(state, REPLACED)
+        state = engine.check_state(state, REPLACED, AGAIN)
         others = engine.count_rows() - len(embeddings)
         if others > 0 and replace:
             engine.remove_others(embeddings.ids)
@@ -99,22 +92,18 @@ def _send_missing(
     start = 0
     with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
         for batch in embeddings.record_batches(engine.batch_rows):
+            ids = batch.column("id").to_pylist()
+            # A transaction per batch: an interrupted push loses at most one of them.
             with engine.transaction() as state:
-                engine.check_state(state, REPLACED)
-                missing = _missing_rows(engine, batch)
+                engine.check_state(state, REPLACED, AGAIN)
+                stored = engine.stored_ids(ids)
+                missing = np.flatnonzero([name not in stored for name in ids])
                 if len(missing):
                     engine.add(batch.take(missing), database.rows(start + missing))
             sent += len(missing)
             start += len(batch)
             bar.update(len(batch))
     return sent
-
-
-def _missing_rows(engine: Engine, batch: pa.RecordBatch) -> np.ndarray:
-    """Return the rows (n,) of a batch whose ids are not stored."""
-    ids = batch.column("id").to_pylist()
-    stored = engine.stored_ids(ids)
-    return np.array([row for row, name in enumerate(ids) if name not in stored], dtype=np.int64)
 
 
 def _check_arguments(embeddings: object, target: object, name: object) -> None:

@@ -24,14 +24,9 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path, save_array, write_json
 from dualenc.io.reading import read_json_object
-from dualenc.search.engines.engine import (
-    RESULT,
-    Engine,
-    is_pushed,
-    refuse_url,
-    sample_embeddings,
-)
+from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
+from dualenc.search.engines.pushed_folder import RESULT, is_pushed, refuse_url, sample_embeddings
 from dualenc.search.index.open import Hit, Index
 from dualenc.search.migration.migration_folder import check_unmigrated
 from dualenc.types import one_or_several
@@ -107,6 +102,7 @@ class Workload:
             begin = time.perf_counter()
             exact = index.search(filter_queries, DEPTH, exact=True, **arguments)
             milliseconds = 1000 * (time.perf_counter() - begin) / len(filter_queries)
+            # The same rows meet a filter whatever the query, so the first one suffices.
             if not exact[0]:
                 raise DualencError(f"filter {filter[:200]!r}: no row meets it", fix="leave it out")
             self.cases.append((filter, filter_queries, exact, milliseconds))
@@ -173,7 +169,7 @@ def tune(
     same queries, the settings would look better than they are. If none suffice, the last ones stay.
 
     Args:
-        index: index or engine, whose `meta["settings"]` are set.
+        index: index or engine; it keeps the chosen settings.
         queries: (Q, D) vectors.
         filters: filters of the workload; "" searches all rows.
         target: recall@10, 0 to 1.
@@ -185,7 +181,7 @@ def tune(
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
     for settings in index.ladder():
-        index.meta["settings"] = settings
+        index.use_settings(settings)
         if to_choose.measure().low >= target:
             measured = to_check.measure()
             if measured.low >= target:
@@ -246,15 +242,16 @@ def tune_folder(
     """
     check_unmigrated(folder)
     measured = tune(index, queries, filters, target)
-    meta = read_json_object(folder / "meta.json")
-    write_json(folder / "meta.json", meta | {"settings": index.meta["settings"]})
+    settings = index.meta["settings"]
+    path = folder / "meta.json"
+    write_json(path, read_json_object(path) | {"settings": settings})
     with atomic_path(folder / VECTORS) as part:
         # Only the half that `tune` measures with: `measure_again` repeats that.
         save_array(part, queries[1::2])
     entries = {
         "target": target,
         "k": DEPTH,
-        "settings": index.meta["settings"],
+        "settings": settings,
         **measured._asdict(),
     }
     write_json(folder / RESULT, entries)

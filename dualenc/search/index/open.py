@@ -354,6 +354,10 @@ class Index:
             rows *= 4
         yield {"exact_rows": rows}
 
+    def use_settings(self, settings: dict[str, Any]) -> None:
+        """Search with these settings from now on."""
+        self.meta["settings"] = settings
+
     def sample_vectors(self, count: int) -> np.ndarray:
         """Return a random sample of the vectors (count, D); they repeat if there are fewer."""
         rows = np.random.default_rng(0).permutation(len(self))
