@@ -9,7 +9,7 @@ from dualenc.errors import DualencError
 from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
-    from dualenc.search.migration.stages import RolledBack
+    from dualenc.search.migration.rollback import RolledBack
     from dualenc.workflows.migrate_model import MigrationReport
 
 

@@ -22,10 +22,10 @@ from dualenc.io.reading import check_fields
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
 from dualenc.search.embed.encode import embed, tower_checksum
-from dualenc.search.engines.engine import is_pushed
 from dualenc.search.engines.filter_recall import RESULT, VECTORS
+from dualenc.search.engines.pushed_folder import is_pushed
 from dualenc.search.index.build import new_index
-from dualenc.search.migration import maps, stages
+from dualenc.search.migration import maps, rollback
 from dualenc.search.migration.migration_folder import read_plan, remove_work, work_folder
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
 from dualenc.search.searcher import check_encoder, recorded_model
@@ -161,7 +161,7 @@ def migrate(
     return replace(report, state="replaced")
 
 
-def roll_back(index: str, discard: bool = False) -> stages.RolledBack:
+def roll_back(index: str, discard: bool = False) -> rollback.RolledBack:
     """Put the old index back and end its migration.
 
         from dualenc.workflows.migrate_model import roll_back
@@ -181,7 +181,7 @@ def roll_back(index: str, discard: bool = False) -> stages.RolledBack:
     """
     _check_single_process()
     with locked(work_folder(index), wait=False, option="INDEX"):
-        return stages.roll_back(index, discard)
+        return rollback.roll_back(index, discard)
 
 
 def _check_single_process() -> None:

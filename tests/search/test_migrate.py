@@ -19,6 +19,9 @@ from dualenc.search.index import change
 from dualenc.search.lexical import Lexical
 from dualenc.search.migration import stages as migrate
 from dualenc.search.migration.maps import fit
+from dualenc.search.migration.migration_folder import is_replaced, remove_work
+from dualenc.search.migration.replacement import mixed_vectors
+from dualenc.search.migration.rollback import roll_back
 from dualenc.search.texts import TextStore, add_texts
 from tests.helpers.clusters import clustered, search_ids
 from tests.helpers.fake_towers import corpus
@@ -134,11 +137,11 @@ def test_bm25_and_texts_stay_and_a_rollback_gives_the_same_bytes(tmp_path: Path)
     assert Lexical.open(tmp_path / "index", index.items_checksum).count == COUNT
     with pytest.raises(DualencError, match="its model is being changed to new model, in"):
         change.remove(tmp_path / "index", ["doc 3"])
-    migrate.roll_back(tmp_path / "index")
+    roll_back(tmp_path / "index")
     assert contents(tmp_path / "index") == before
     assert not migration.work.exists()
     with pytest.raises(DualencError, match="no migration is under way"):
-        migrate.roll_back(tmp_path / "index")
+        roll_back(tmp_path / "index")
 
 
 @pytest.mark.parametrize("name", ["model_checksum", "texts", "queries", "items"])
@@ -156,7 +159,7 @@ def test_another_plan_is_refused_once_documents_are_embedded(tmp_path: Path, nam
         match=r"is under way; resume it with them, or end it: dualenc migrate .* --rollback",
     ):
         migrate.Migration(tmp_path / "index", *changed)
-    migrate.roll_back(tmp_path / "index")
+    roll_back(tmp_path / "index")
     assert len(Index.open(tmp_path / "index")) == COUNT - (name == "items")
 
 
@@ -165,7 +168,7 @@ def test_another_plan_takes_the_place_of_one_that_has_only_measured(tmp_path: Pa
     (migration.work / "report.json").write_text("{}")
     other = migrate.Migration(tmp_path / "index", {**ABOUT, "model_checksum": "another"}, INPUTS)
     assert other.report is None
-    assert not migrate.is_replaced(tmp_path / "index")
+    assert not is_replaced(tmp_path / "index")
 
 
 def test_after_a_finished_migration_another_one_may_follow(tmp_path: Path) -> None:
@@ -174,9 +177,9 @@ def test_after_a_finished_migration_another_one_may_follow(tmp_path: Path) -> No
     migration.swap(
         documents, [Embeddings([f"doc {row}" for row in range(COUNT)], new_vectors())], COUNT
     )
-    assert migrate.is_replaced(tmp_path / "index")
-    migrate.remove_work(tmp_path / "index")
-    assert not migrate.is_replaced(tmp_path / "index")
+    assert is_replaced(tmp_path / "index")
+    remove_work(tmp_path / "index")
+    assert not is_replaced(tmp_path / "index")
     # What a kill leaves of a work folder whose plan is gone is no obstacle.
     (migration.work / "embeddings-20").mkdir(parents=True)
     other = migrate.Migration(tmp_path / "index", {**ABOUT, "model_checksum": "another"}, INPUTS)
@@ -226,7 +229,7 @@ def test_mixed_vectors_are_new_or_mapped() -> None:
     new_row = np.full(COUNT, -1)
     new_row[5], new_row[6], new_row[699] = 2, 3, 5
     vectors = ShardedVectors([new[3:6], ShardedVectors([new[6:7], new[698:]])])  # type: ignore[list-item]
-    mixed = migrate.mixed_vectors(old, to_new, vectors, new_row)
+    mixed = mixed_vectors(old, to_new, vectors, new_row)
     expected = to_new(old)
     expected[[5, 6, 699]] = new[[5, 6, 699]]
     assert mixed.shape == (COUNT, 8)

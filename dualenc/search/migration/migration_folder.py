@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dualenc.data.store.items import ITEMS
+from dualenc.data.store.items import ITEMS, read_batches
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import is_folder_of, is_locked, recover, remove, write_json
@@ -57,10 +58,7 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
     path = work / PLAN
     plan: dict[str, Any] | None = None
     if work.is_dir() and path.is_file():
-        try:
-            plan = read_json_object(path)
-        except DualencError:
-            plan = {}
+        plan = _read_or_empty(path)
         if plan.get("format") == FORMAT:
             return plan
     if not _is_work(work, is_empty_ours=plan is None):
@@ -80,6 +78,7 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
     for path in work.iterdir():
         if path.name in (PLAN, *_ARRAYS) or re.fullmatch(r"\..*\.part", path.name):
             continue
+        # The name alone is no proof: users may have a folder "old" or "next" of their own.
         # A killed process may leave a folder with nothing but its lock.
         is_bare = path.is_dir() and set(os.listdir(path)) <= {"create.lock"}
         if path.name in _INDEXES:
@@ -87,19 +86,20 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
         elif _EMBEDDINGS.fullmatch(path.name):
             is_own = is_bare or is_embeddings(path)
         else:
-            is_own = path.name in _RECORDS and _has_names(path, _RECORDS[path.name])
+            expected = _RECORDS.get(path.name)
+            is_own = expected is not None and expected <= _read_or_empty(path).keys()
         if not is_own:
             return False
         is_known = True
     return is_known or (is_empty_ours and not os.listdir(work))
 
 
-def _has_names(path: Path, names: set[str]) -> bool:
-    """Return True if a JSON file has entries of these names."""
+def _read_or_empty(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, {} if it is corrupt."""
     try:
-        return names <= read_json_object(path).keys()
+        return read_json_object(path)
     except DualencError:
-        return False
+        return {}
 
 
 def is_replaced(folder: StrPath) -> bool:
@@ -111,9 +111,12 @@ def is_replaced(folder: StrPath) -> bool:
     old = work_folder(folder) / "old"
     if not is_folder_of(old, INDEX_FORMAT):
         return False
+    # A process killed within the swap has left INDEX beside its place.
     recover(folder)
-    metas = (Path(each) / "meta.json" for each in (old, folder))
-    before, after = (read_json_object(path, {"files": dict}) for path in metas)
+    kinds = {"files": dict}
+    before = read_json_object(old / "meta.json", kinds)
+    after = read_json_object(Path(folder) / "meta.json", kinds)
+    # An index that somebody has appended to or rebuilt meanwhile has other items.
     same_items = before["files"].get(ITEMS) == after["files"].get(ITEMS)
     is_other_model = before.get("model_checksum") != after.get("model_checksum")
     return "mapped" in after and same_items and is_other_model
@@ -126,6 +129,20 @@ def has_begun(folder: StrPath) -> bool:
         folder: the index.
     """
     return any(work_folder(folder).glob("embeddings-*")) or is_replaced(folder)
+
+
+def embedded_count(folder: StrPath) -> int:
+    """Return the number of vectors of the new model in the work folder, including the sample.
+
+    Args:
+        folder: the index.
+    """
+    count = 0
+    for name in ("sample", "embeddings-*"):
+        for path in work_folder(folder).glob(f"{name}/data-*.arrow"):
+            with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
+                count += sum(map(len, read_batches(path, "migrate again")))
+    return count
 
 
 def check_unmigrated(folder: StrPath) -> None:
@@ -151,6 +168,7 @@ def check_unmigrated(folder: StrPath) -> None:
         plan = read_plan(folder)
     except DualencError:  # not a folder of ours, so not our concern
         return
+    # A migration that has only measured loses little: its next start begins again.
     if plan is not None and not is_over(plan) and has_begun(folder):
         name = plan.get("name", "NEW_MODEL")
         raise DualencError(

@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dualenc.data.store.items import ITEMS, ORDER, read_batches, rows_of
+from dualenc.data.store.items import ITEMS, ORDER, rows_of
 from dualenc.data.store.vector_shards import Embeddings, ShardedVectors
 from dualenc.errors import DualencError, explain
 from dualenc.io.files import (
@@ -47,14 +45,13 @@ from dualenc.io.files import (
     write_json,
 )
 from dualenc.io.reading import read_json_object
-from dualenc.search.documents import ReadRows
 from dualenc.search.index.open import Index, is_index
-from dualenc.search.index.refined import REFINE, link
-from dualenc.search.lexical import FOLDER as BM25_FOLDER
+from dualenc.search.index.refined import link
 from dualenc.search.migration.maps import NEIGHBORS, LinearMap
 from dualenc.search.migration.migration_folder import (
     FORMAT,
     PLAN,
+    embedded_count,
     has_begun,
     is_over,
     is_replaced,
@@ -62,7 +59,13 @@ from dualenc.search.migration.migration_folder import (
     remove_work,
     work_folder,
 )
-from dualenc.search.texts import FOLDER as TEXTS_FOLDER
+from dualenc.search.migration.replacement import (
+    build_options,
+    link_tree,
+    mixed_vectors,
+    replace_index,
+)
+from dualenc.types import StrPath
 
 logger = logging.getLogger("dualenc.search")
 
@@ -113,7 +116,7 @@ class Migration:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], notes: Mapping[str, Any], inputs: Mapping[str, Any]
+        self, folder: StrPath, notes: Mapping[str, Any], inputs: Mapping[str, Any]
     ) -> None:
         self.folder = Path(os.path.realpath(folder))
         self.work = work_folder(folder)
@@ -122,8 +125,9 @@ class Migration:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "items": Index.open(folder).items_checksum,
+            "model": self.notes["model_checksum"],
+            **inputs,
         }
-        plan |= {"model": self.notes["model_checksum"], **inputs}
         if not self._resumes(plan):
             remove_work(folder)
             self.work.mkdir()
@@ -132,7 +136,7 @@ class Migration:
         recover_inside(self.work)
         if not is_index(self.work / "old"):
             with atomic_folder(self.work / "old", is_index, "index") as part:
-                _link_tree(self.folder, part)
+                link_tree(self.folder, part)
         self.old = Index.open(self.work / "old")
 
     def _resumes(self, plan: Mapping[str, Any]) -> bool:
@@ -144,10 +148,10 @@ class Migration:
         if present is None or "ended" in present:
             return False
         different = [name for name, value in plan.items() if present.get(name) != value]
-        if not different and not self._is_as_planned():
-            different = ["vectors"]
         if not different:
-            return True
+            if self._is_as_planned():
+                return True
+            different = ["vectors"]
         # A report by judged queries must not be replaced by one without them.
         loses_queries = "model" not in different and present.get("queries") and not plan["queries"]
         count = embedded_count(self.folder)
@@ -164,13 +168,14 @@ class Migration:
             raise DualencError(problem, fix=remedy, where=self.work)
         message = "%s: discarding the report of %s and its sample of %d vectors"
         logger.warning(message, self.work, what, count)
-        return not different
+        return False
 
     def _is_as_planned(self) -> bool:
         """Return True if INDEX is the old index, or one that this migration swapped in."""
         old = self.work / "old"
         if not is_index(old) or is_replaced(self.folder):
             return True
+        # Checksums of the files, which an append or a rebuild changes.
         now, before = (read_json_object(each / "meta.json") for each in (self.folder, old))
         return now.get("files") == before.get("files")
 
@@ -233,6 +238,7 @@ class Migration:
         """
         order = self._order()
         to_new = LinearMap.load(self.work / "map.safetensors")
+        # (n,) rows in the index of the new vectors, part after part.
         rows = rows_of(self.old.ids, [name for part in new for name in part.ids])
         # (N,) row in `new`, -1 for rows to map. A resumed migration may have embedded rows beyond
         # `stop`; mapping them makes the index a function of the plan.
@@ -243,20 +249,25 @@ class Migration:
         vectors = mixed_vectors(old.vectors, to_new, new_vectors, new_row)
         old_meta = self.old.meta
         new_meta = {**old_meta, **self.notes, "normalized": True}
-        items = (self.old.snippets, self.old.columns)
-        embeddings = Embeddings(self.old.ids, vectors, new_meta, *items)
-        options = _build_options(old_meta, self.work / "old")
+        embeddings = Embeddings(
+            self.old.ids, vectors, new_meta, self.old.snippets, self.old.columns
+        )
+        options = build_options(old_meta, self.work / "old")
         target = self.work / "next"
         factory = old_meta["factory"]
         Index.build(embeddings, None, factory, metric=old_meta["metric"], folder=target, **options)
-        meta = {**read_json_object(target / "meta.json"), "mapped": len(order) - stop}
-        meta["requested_factory"] = old_meta.get("requested_factory", factory)
+        meta = {
+            **read_json_object(target / "meta.json"),
+            "mapped": len(order) - stop,
+            "requested_factory": old_meta.get("requested_factory", factory),
+        }
         # Texts and BM25 identify their index by the checksum of the items file: link the old one.
         for name in (ITEMS, ORDER):
             remove(target / name)
             link(self.work / "old" / name, target / name)
             for entry in ("files", "sizes"):
                 meta[entry][name] = old_meta[entry][name]
+        # Only now, since building takes long: the index stays open to other commands meanwhile.
         with locked(self.folder):
             if not self._is_as_planned():
                 raise DualencError(
@@ -269,106 +280,8 @@ class Migration:
             settings = read_json_object(self.folder / "meta.json").get("settings")
             if settings is not None:
                 meta["settings"] = settings
-            _replace(self.folder, target, meta)
+            replace_index(self.folder, target, meta)
         remove(target)
-
-
-def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) -> ReadRows:
-    """Return N lazy vectors in the new space, new ones where they exist and mapped ones elsewhere.
-
-    Args:
-        old: (N, E) vectors of the old model.
-        to_new: the map from the old space to the new one.
-        new: (n, D) vectors of the new model.
-        new_row: (N,) row in `new`, or -1 to map the row of `old`.
-    """
-    dim = len(to_new.bias)
-
-    def read(rows: np.ndarray) -> np.ndarray:
-        new_rows = new_row[rows]
-        is_new = new_rows >= 0
-        vectors = np.empty((len(rows), dim), np.float32)
-        vectors[is_new] = new[new_rows[is_new]]
-        if not is_new.all():
-            vectors[~is_new] = to_new(old[rows[~is_new]])
-        return vectors
-
-    return ReadRows(len(old), dim, read)
-
-
-class RolledBack(NamedTuple):
-    """What a rollback did.
-
-    At most one of `kept` and `removed` is above 0.
-
-        print(roll_back("index").kept, "vectors are kept for a resumption")
-
-    Attributes:
-        model: the new model, or None if unknown.
-        replaced: whether the old index was put back; otherwise it had not been replaced.
-        kept: number of vectors of the new model that are kept in the work folder.
-        removed: number of vectors of the new model that were removed.
-        was_over: whether the migration had already ended, and only its remains were removed.
-    """
-
-    model: str | None
-    replaced: bool = False
-    kept: int = 0
-    removed: int = 0
-    was_over: bool = False
-
-
-def roll_back(folder: str | os.PathLike[str], discard: bool = False) -> RolledBack:
-    """Put the old index back, and keep the embedded vectors for a resumption.
-
-    If the migration has only measured, its sample and its measurements are removed.
-
-    Args:
-        folder: the index.
-        discard: remove the embedded vectors, too.
-
-    Raises:
-        DualencError: no migration is under way, or the work folder was not written by one.
-    """
-    plan = read_plan(folder)
-    if plan is None or "ended" in plan:
-        is_rest = work_folder(folder).exists()
-        remove_work(folder)
-        if is_rest and (plan is None or plan["ended"] == "rolled back"):
-            return RolledBack(None, was_over=True)
-        raise DualencError(
-            "no migration is under way",
-            fix="the old index of a finished one is gone; build it again",
-            where=folder,
-        )
-    work = work_folder(folder)
-    is_worth_keeping = is_over(plan) or has_begun(folder)
-    with locked(folder):
-        replaced = not Path(folder).exists() or is_replaced(folder)
-        if replaced:
-            old = work / "old"
-            _replace(Path(os.path.realpath(folder)), old, Index.open(old).meta)
-    count = embedded_count(folder)
-    model = plan.get("name")
-    if is_worth_keeping and count and not discard:
-        write_json(work / PLAN, {**plan, "format": FORMAT, "rolled_back": True})
-        return RolledBack(model, replaced, kept=count)
-    remove_work(folder, "rolled back")
-    return RolledBack(model, replaced, removed=count)
-
-
-def embedded_count(folder: str | os.PathLike[str]) -> int:
-    """Return the number of vectors of the new model in the work folder, including the sample.
-
-    Args:
-        folder: the index.
-    """
-    count = 0
-    for name in ("sample", "embeddings-*"):
-        for path in work_folder(folder).glob(f"{name}/data-*.arrow"):
-            with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
-                count += sum(map(len, read_batches(path, "migrate again")))
-    return count
 
 
 def embedded_at(share: float, count: int) -> int:
@@ -407,33 +320,3 @@ def order_by_hits(index: Index, queries: np.ndarray) -> np.ndarray:
     rows = index.search_rows(queries, min(NEIGHBORS, len(index)))[1]
     counts = np.bincount(rows[rows >= 0], minlength=len(index))
     return np.argsort(-counts, kind="stable")
-
-
-def _replace(folder: Path, source: Path, meta: dict[str, Any]) -> None:
-    """Replace an index by that of `source` with a given meta.json; keep its texts and BM25."""
-    with atomic_folder(folder, is_index, "index") as part:
-        _link_tree(source, part)
-        for name in (TEXTS_FOLDER, BM25_FOLDER):
-            if (folder / name).is_dir():
-                remove(part / name)
-                _link_tree(folder / name, part / name)
-        write_json(part / "meta.json", meta)
-
-
-def _build_options(meta: Mapping[str, Any], old: Path) -> dict[str, Any]:
-    """Return options to build an index like the old one: tuned, measured, with a refine file."""
-    measured = meta.get("when_built", meta)
-    options: dict[str, Any] = {}
-    if "recall_at_10" not in measured:
-        options["recall_queries"] = 0
-    if "target_recall" in measured:
-        options["target_recall"] = measured["target_recall"]
-    if (old / REFINE).exists():
-        # Codes that exceed half of the memory become a file, so this limit gives a file again.
-        options["memory"] = (old / REFINE).stat().st_size
-    return options
-
-
-def _link_tree(source: Path, target: Path) -> None:
-    """Copy a folder by hard links, which is safe because no file is ever changed in place."""
-    shutil.copytree(source, target, copy_function=link)
