@@ -70,6 +70,14 @@ def postgres() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def toy_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a query-document model that knows the words of `toy`."""
+    from tests.helpers import toy  # brings transformers, which not every test needs
+
+    return toy.text_model(tmp_path_factory.mktemp("models") / "toy-text")
+
+
+@pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with the real data sets: $DUALENC_TEST_DATA, or `../shared/data` beside the
     checkout."""

@@ -13,21 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+from tests.helpers.pages import ROOT, code
+
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "eval" / "results").glob("*.md")),
 ]
+
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
-
-
-def code(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a language, in order, without the indentation of tabs."""
-    blocks = re.findall(
-        rf"^([ ]*)```{language}\n(.*?)^\1```", page.read_text("utf-8"), flags=re.M | re.S
-    )
-    return [re.sub(rf"^{indent}", "", block, flags=re.M) for indent, block in blocks]
 
 
 def anchors(page: Path) -> set[str]:

@@ -24,8 +24,8 @@ from dualenc.training import Trainer
 from dualenc.training.evaluators import RetrievalEvaluator
 from tests.helpers.every import SETTINGS, Setting
 from tests.helpers.fakes import TinyEncoder, same, weights
+from tests.helpers.plain_training import train_plainly
 from tests.helpers.runs import train, train_and_die
-from tests.objectives.test_device import train as train_plainly
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU, and DUALENC_TEST_GPU=1"

@@ -12,7 +12,7 @@ import pytest
 
 from dualenc.cli import main
 from tests.helpers import toy
-from tests.test_docs import code
+from tests.helpers.pages import code
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "adapt-or-migrate.md"
 pytestmark = pytest.mark.slow

@@ -22,9 +22,9 @@ from dualenc.data import read_beir
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import IndexEncoder, load_model
 from dualenc.search import Index
-from tests.commands.test_vectors import write_vectors
 from tests.helpers import toy
 from tests.helpers.in_process import evaluated, failure, found, run
+from tests.helpers.make import write_vectors
 from tests.helpers.processes import run_on_two
 
 pytestmark = pytest.mark.slow

@@ -13,11 +13,11 @@ import pytest
 import dualenc
 from dualenc.errors import BelowTarget
 from dualenc.evaluation.report_page import Table
-from tests.commands.test_report import write_run
 from tests.helpers import toy
 from tests.helpers.image_models import save_classes, save_splits
 from tests.helpers.in_process import run
 from tests.helpers.local_qdrant import url_of, use_folders
+from tests.helpers.logged_run import write_run
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.search import Index
 from dualenc.search.documents import fingerprint
 from dualenc.search.fusion import fuse
-from tests.data.test_hub import nano
+from tests.helpers.hub_collections import nano
 from tests.helpers.in_process import evaluated, failure, run
 from tests.helpers.result_files import read_per_query, read_qrels
 from tests.helpers.toy import ANIMALS, WORDS, text_model, write_beir

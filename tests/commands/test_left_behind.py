@@ -18,9 +18,10 @@ from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.documents import open_documents
 from dualenc.search.migration.stages import Migration
-from tests.commands.test_migrate_changes import changes, contents
 from tests.helpers import toy
+from tests.helpers.folder_contents import contents
 from tests.helpers.in_process import failure, run
+from tests.helpers.index_changes import changes
 
 DOCUMENTS = 200
 FORK = multiprocessing.get_context("fork")

@@ -19,6 +19,7 @@ from dualenc.io.files import locked
 from dualenc.search import Index
 from dualenc.search.migration.stages import SHARES, Migration
 from tests.helpers import toy
+from tests.helpers.folder_contents import contents
 from tests.helpers.in_process import evaluated, failure, found, run
 
 DOCUMENTS, KILLS = 300, 20
@@ -44,14 +45,6 @@ def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     others are left."""
     monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", 120)
     return Path(shutil.copytree(made / "old-index", tmp_path / "index"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def vectors(folder: Path) -> np.ndarray:

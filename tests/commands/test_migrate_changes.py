@@ -8,8 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,10 @@ from dualenc.search import Index
 from dualenc.search.migration.stages import SHARES, Migration
 from dualenc.workflows import migrate_model
 from tests.helpers import toy
+from tests.helpers.folder_contents import contents
 from tests.helpers.in_process import failure, found, run
+from tests.helpers.index_changes import changes
+from tests.helpers.waiting import wait_for
 
 DOCUMENTS = 300
 FORK = multiprocessing.get_context("fork")
@@ -47,30 +48,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def index(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", 120)
     return Path(shutil.copytree(made / "index", tmp_path / "index"))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def changes(made: Path, index: Path) -> dict[str, tuple[Any, ...]]:
-    """Commands that change an index."""
-    return {
-        "append": ("append", index, made / "old", made / "more.jsonl"),
-        "remove": ("remove", index, made / "gone.txt"),
-        "build": ("index", made / "old", made / "beir", "--out", index),
-    }
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 class Migrating:

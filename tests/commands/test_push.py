@@ -10,31 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.helpers import toy
 from tests.helpers.in_process import failure, found, run
 from tests.helpers.local_qdrant import url_of, use_folders
 
 FILTER = (
     '{"must": [{"key": "year", "range": {"gte": 2004}}, {"key": "lang", "match": {"value": "no"}}]}'
 )
-
-
-@pytest.fixture(scope="module")
-def beir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 documents with columns year and lang, and 8 queries."""
-    folder = toy.write_beir(tmp_path_factory.mktemp("data") / "beir")
-    rows = [json.loads(line) for line in (folder / "corpus.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows):
-        row |= {"year": 2000 + number % 10, "lang": "no" if number % 2 else "en"}
-    (folder / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def emb(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, beir: Path) -> Path:
-    folder = tmp_path_factory.mktemp("embeddings") / "emb"
-    run("embed", toy_text, beir, "--out", folder, "--columns", "year,lang", "--dtype", "float16")
-    return folder
 
 
 @pytest.fixture

@@ -15,10 +15,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.search import Embeddings
 from dualenc.search.engines.factory import push_embeddings
-from tests.commands.test_push import beir, emb
 from tests.helpers.in_process import evaluated, failure, found, run
-
-__all__ = ["beir", "emb"]  # fixtures
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +29,7 @@ def engine(tmp_path: Path, emb: Path, postgres: str) -> Path:
 def test_push_search_evaluate_and_push_again(
     tmp_path: Path,
     toy_text: Path,
-    beir: Path,
+    columned_beir: Path,
     emb: Path,
     engine: Path,
     postgres: str,
@@ -62,8 +59,10 @@ def test_push_search_evaluate_and_push_again(
         np.testing.assert_allclose(
             [h["score"] for h in by_engine], [h["score"] for h in by_faiss], atol=2e-3
         )
-    own = evaluated("retrieval", tmp_path / "own", toy_text, beir)
-    stored = evaluated("retrieval", tmp_path / "stored", toy_text, beir, "--documents", engine)
+    own = evaluated("retrieval", tmp_path / "own", toy_text, columned_beir)
+    stored = evaluated(
+        "retrieval", tmp_path / "stored", toy_text, columned_beir, "--documents", engine
+    )
     metrics = [
         result["systems"]["toy-text"]["datasets"]["beir"]["metrics"] for result in (own, stored)
     ]
@@ -202,24 +201,28 @@ def test_an_engine_that_python_saved_is_evaluated(
 
 
 def test_where_a_folder_is_expected_a_url_is_answered_with_the_one_of_push(
-    tmp_path: Path, toy_text: Path, beir: Path, postgres: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    toy_text: Path,
+    columned_beir: Path,
+    postgres: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     url = postgres.replace("me@", "me:s3c/ret@")
     cases: list[tuple[Any, ...]] = [
-        ("adapt", url, beir, "--out", tmp_path / "adapted"),
+        ("adapt", url, columned_beir, "--out", tmp_path / "adapted"),
         ("search", url, "wing"),
         ("evaluate", "engine", url),
         (
             "evaluate",
             "retrieval",
             toy_text,
-            beir,
+            columned_beir,
             "--documents",
             url,
             "--out",
             tmp_path / "evaluated",
         ),
-        ("adapt", "http://localhost:6333", beir, "--out", tmp_path / "adapted"),
+        ("adapt", "http://localhost:6333", columned_beir, "--out", tmp_path / "adapted"),
     ]
     for words in cases:
         message = failure(capsys, *words)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -13,18 +12,8 @@ from dualenc.training import RetrievalEvaluator
 from dualenc.workflows.training_report import read_run
 from tests.helpers.fakes import tiny_pairs
 from tests.helpers.in_process import failure, run
+from tests.helpers.logged_run import write_run
 from tests.helpers.runs import train
-
-
-def write_run(folder: Path, scores: list[float]) -> Path:
-    folder.mkdir()
-    lines = [{"step": 0, "evaluation/ndcg@10": scores[0]}]
-    for number, score in enumerate(scores[1:], start=1):
-        values = {"epoch": 1, "loss": 3.0 / number, "learning_rate": 0.1, "gradient_norm": None}
-        lines.append({"step": 10 * number, **values})
-        lines.append({"step": 10 * number, "evaluation/ndcg@10": score})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return folder
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -16,6 +15,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.training import RetrievalEvaluator
 from tests.helpers.in_process import evaluated, failure, found, run
+from tests.helpers.make import write_vectors
 
 N, D = 96, 16
 
@@ -37,11 +37,6 @@ def write_rotated(folder: Path, seed: int = 0) -> Path:
             "".join(f"q{row}\td{row}\t1\n" for row in rows)
         )
     return folder
-
-
-def write_vectors(path: Path, letter: str, vectors: np.ndarray) -> None:
-    ids = [f"{letter}{row}" for row in range(len(vectors))]
-    pq.write_table(pa.table({"_id": ids, "vector": list(vectors)}), path)
 
 
 def read_vectors(path: Path) -> np.ndarray:

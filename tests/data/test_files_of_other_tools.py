@@ -38,8 +38,7 @@ from dualenc.data.readers import lines
 from dualenc.data.readers.detect import default_split, detect
 from dualenc.errors import DualencError
 from tests.helpers.make import encoded, picture, write_beir, write_csv, write_jsonl
-
-from .test_webdataset import write_tar
+from tests.helpers.tars import write_tar
 
 ROWS = [{"query": f"q{i}", "document": f"d{i}"} for i in range(4)]
 CSV = b"query,document\n" + b"".join(f"q{i},d{i}\n".encode() for i in range(4))

@@ -15,8 +15,7 @@ from dualenc.data import BeirPairs, Corpus, PairDataset, WebDatasetPairs, open_c
 from dualenc.data.store import identity
 from dualenc.data.store.identity import items_identity
 from tests.helpers.make import encoded, picture, write_beir, write_csv, write_jsonl
-
-from .test_webdataset import sample, write_tar
+from tests.helpers.tars import sample, write_tar
 
 
 def replace_keeping_times(path: Path, data: bytes) -> None:

@@ -37,8 +37,7 @@ from tests.helpers.make import (
     write_jsonl,
     write_rows,
 )
-
-from .test_webdataset import write_tar
+from tests.helpers.tars import write_tar
 
 
 def texts(corpus: Corpus) -> dict[str, str]:

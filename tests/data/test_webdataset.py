@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import pickle
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,7 @@ from dualenc.data.readers.webdataset import tar_corpus
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 from tests.helpers.make import contents, encoded, picture, shade_of, shades_in
-
-
-def write_tar(path: Path, files: Iterable[tuple[str, bytes]], mode: str = "w") -> Path:
-    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]
-        for name, data in files:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return path
-
-
-def sample(key: str, shade: int, text: str) -> list[tuple[str, bytes]]:
-    return [(f"{key}.png", encoded(picture(shade))), (f"{key}.txt", text.encode())]
+from tests.helpers.tars import sample, write_tar
 
 
 @pytest.fixture(autouse=True)

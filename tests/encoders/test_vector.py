@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dualenc.encoders import VectorEncoder, load_model
 from dualenc.errors import DualencError
-from tests.test_docs import ROOT, code
+from tests.helpers.pages import ROOT, code
 
 VECTORS = np.random.default_rng(0).normal(size=(7, 12)).astype(np.float32) * 3
 

@@ -12,10 +12,7 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders.image import ImageEncoder
 from dualenc.objectives import DCL
 from dualenc.training.trainer import Trainer
-from tests.commands.conftest import toy_text
 from tests.helpers.image_models import save_classes
-
-__all__ = ["toy_text"]
 
 
 @pytest.fixture(scope="session")

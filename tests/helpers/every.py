@@ -25,6 +25,12 @@ CLASSES = [
     and value not in (Objective, Matryoshka, FrozenCorpus)
 ]
 
+
+def make(kind: type[Objective], views: bool = False) -> Objective:
+    """An objective for the 24 pairs of `fakes.tiny_pairs`."""
+    return kind(num_left=24, num_right=24, temperature=0.2, seed=1, views=views).double()
+
+
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "EMC2": [{}, {"burn_in": 0.2}, {"proposals": 7}],
     "GlobalCache": [{}, {"pool": 7, "extra_encodes": 2.0}],

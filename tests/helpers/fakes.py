@@ -183,6 +183,13 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
+def assert_same_model(first: Path, second: Path, atol: float = 1e-12) -> None:
+    """The weights that two runs have written agree up to rounding."""
+    ours, theirs = weights(first), weights(second)
+    for name, weight in ours.items():
+        assert torch.allclose(weight, theirs[name], rtol=1e-9, atol=atol), name
+
+
 def kill_this_process() -> None:
     """What no handler can catch."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,8 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from PIL import Image
 
 from dualenc.data import PairDataset
@@ -97,3 +99,9 @@ def write_beir(
         lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in rows)]
         (folder / "qrels" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
+
+
+def write_vectors(path: Path, letter: str, vectors: np.ndarray) -> None:
+    """A parquet table of ids, which begin with a letter, and vectors."""
+    ids = [f"{letter}{row}" for row in range(len(vectors))]
+    pq.write_table(pa.table({"_id": ids, "vector": list(vectors)}), path)

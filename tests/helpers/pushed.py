@@ -12,6 +12,7 @@ from tests.helpers.conditions import KINDS, LANGUAGES
 
 NUM = 120
 DIM = 16
+IDS = [f"id {row} “é”" for row in range(NUM)]
 
 
 def vectors(count: int = NUM, unit: bool = True, seed: int = 0) -> np.ndarray:
@@ -42,10 +43,9 @@ def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embe
     types = [pa.int64(), pa.float64(), pa.large_string(), pa.bool_()]
     arrays = [pa.array(frame()[name].tolist(), kind) for name, kind in zip(KINDS, types)]
     stored = vectors(unit=unit, seed=seed).astype(dtype)
-    ids = [f"id {i} “é”" for i in range(NUM)]
     snippets = [f"snippet {i}" for i in range(NUM)]
     return Embeddings(
-        ids, stored, {"normalized": unit}, snippets, pa.table(arrays, names=list(KINDS))
+        IDS, stored, {"normalized": unit}, snippets, pa.table(arrays, names=list(KINDS))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,21 @@ def texts(count: int) -> list[str]:
     """Lines of 3 to 12 animals."""
     random = np.random.default_rng(0)
     return [" ".join(random.choice(ANIMALS, size=random.integers(3, 13))) for _ in range(count)]
+
+
+def filterable_documents() -> list[dict[str, Any]]:
+    """60 texts with years, languages, weights and truth values."""
+    rows = []
+    for i, text in enumerate(texts(60)):
+        row = {
+            "_id": f"d{i}",
+            "text": text,
+            "year": 2000 + i % 7,
+            "lang": ("en", "de", None)[i % 3],
+            "weight": i / 4,
+        }
+        rows.append(row | {"open": i % 5 == 0})
+    return rows
 
 
 def save_documents(path: Path, count: int) -> list[str]:

@@ -25,7 +25,7 @@ from dualenc.objectives import (
     SogCLR,
 )
 from tests.helpers.launched import launch
-from tests.test_docs import ROOT, code
+from tests.helpers.pages import ROOT, code
 
 sentence_transformers = pytest.importorskip("sentence_transformers", minversion="6")
 from dualenc.integrations.sentence_transformers import (  # noqa: E402

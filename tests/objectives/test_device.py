@@ -5,52 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.every import EVERY, FIRST, WRAPPED, Setting, Towers, batch, momentum_keys
+from tests.helpers.every import EVERY, FIRST, WRAPPED, Setting, Towers, momentum_keys
+from tests.helpers.plain_training import train_plainly
 from tests.helpers.pretended_device import DEVICE, pretended_device
-
-
-def train(setting: Setting, device: torch.device | str) -> list[float]:
-    """The losses of some steps of plain gradient descent."""
-    towers, criterion = Towers(setting.views).to(device), setting.build().to(device)
-    if setting.views:
-        towers.right = towers.left  # moving has made two of one
-    towers.left_features, towers.right_features = (
-        towers.left_features.to(device),
-        towers.right_features.to(device),
-    )
-    parameters = [*towers.parameters(), *criterion.parameters()]
-    losses = []
-    for step in range(3):
-        given = {name: ids.to(device) for name, ids in batch(step, setting.views).items()}
-        if not criterion.takes_mined:
-            given.pop("negative_id", None)
-        for side in ("left", "right"):
-            given[side] = towers.encode(side, given[f"{side}_id"])
-        if "negative_id" in given:
-            given["negatives"] = towers.encode("right", given["negative_id"])
-        out = criterion(
-            **given, **momentum_keys(criterion, given["left"], given["right"]), encode=towers.encode
-        )
-        out.loss.backward()
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.data -= 0.1 * parameter.grad
-                parameter.grad = None
-        assert (
-            {value.device for value in out.metrics.values()}
-            == {out.loss.device}
-            == {torch.device(device)}
-        )
-        losses.append(float(out.loss.detach().to("cpu")))
-    return losses
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [s for s in EVERY if s not in WRAPPED], ids=lambda s: s.name)
 def test_losses_are_those_of_the_cpu(setting: Setting) -> None:
     with pretended_device():
-        found = train(setting, DEVICE)
-    assert found == pytest.approx(train(setting, "cpu"), rel=1e-9)
+        found = train_plainly(setting, DEVICE)
+    assert found == pytest.approx(train_plainly(setting, "cpu"), rel=1e-9)
 
 
 STATELESS = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "SACLR", "MomentumQueue")

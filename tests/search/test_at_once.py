@@ -22,8 +22,8 @@ from dualenc.search.searcher import Searcher
 from dualenc.search.texts import TextStore
 from tests.helpers import toy
 from tests.helpers.clusters import clustered
+from tests.helpers.embeddings_on_disk import on_disk
 from tests.helpers.in_process import failure, run
-from tests.search.test_index import on_disk
 
 COUNT = 300
 VECTORS = clustered(COUNT + 1000)

@@ -14,7 +14,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Embeddings, Index
 from dualenc.search.index.change import append, remove
 from tests.helpers.clusters import clustered, search_ids
-from tests.search.test_index import on_disk
+from tests.helpers.embeddings_on_disk import on_disk
 
 COUNT = 3000
 MORE = 400

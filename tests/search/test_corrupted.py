@@ -18,7 +18,7 @@ import pytest
 from dualenc.cli import main
 from dualenc.errors import DualencError
 from dualenc.io.checksums import checksum
-from tests.search.test_migrate import started
+from tests.helpers.started_migration import started
 
 
 class Evil:

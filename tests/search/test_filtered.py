@@ -23,7 +23,6 @@ from tests.helpers import toy
 from tests.helpers.clusters import clustered, exact_rows
 from tests.helpers.conditions import KINDS, met_by_pandas
 from tests.helpers.in_process import found, run
-from tests.search.conftest import documents
 
 VECTORS, QUERIES = clustered(2000), clustered(20, seed=1)
 EXACT = ("Flat", "IVF16,Flat", "HNSW16", "IVF16,SQ8,Refine(Flat)", "OPQ16,IVF16,Flat")
@@ -132,7 +131,7 @@ WHERES = (
 def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid: Any) -> None:
     searcher = Searcher.open(made / "index")
     assert searcher.index.column_kinds == KINDS
-    frame = pd.DataFrame(documents(), columns=["_id", *KINDS])
+    frame = pd.DataFrame(toy.filterable_documents(), columns=["_id", *KINDS])
     frame["lang"] = frame["lang"].astype(object).where(frame["lang"].notna(), None)
     kept = np.flatnonzero(met_by_pandas(frame, where))
     query = "fox dog dog"
@@ -151,7 +150,7 @@ def test_conditions_hold_before_the_search(made: Path, where: list[str], hybrid:
     hits = searcher.search(query, k=60, where=where, hybrid=hybrid)
     assert {hit.id: hit.score for hit in hits} == pytest.approx(dict(expected), abs=1e-5)
     for hit in hits:
-        row = documents()[int(hit.id[1:])]
+        row = toy.filterable_documents()[int(hit.id[1:])]
         assert hit.columns == {name: row[name] for name in KINDS if row[name] is not None}
 
 
@@ -159,7 +158,7 @@ def test_the_command_shows_columns(made: Path, capsys: pytest.CaptureFixture[str
     results = found(
         capsys, made / "index", "fox", "--where", "year>=2005", "--where", "lang=de", "-k", 60
     )
-    met = [row for row in documents() if row["year"] >= 2005 and row["lang"] == "de"]
+    met = [row for row in toy.filterable_documents() if row["year"] >= 2005 and row["lang"] == "de"]
     assert {row["id"] for row in results} == {row["_id"] for row in met}
     assert all(row["lang"] == "de" for row in results)
     words = (made / "index", "fox", "--where", "year>=2005", "--where", "year<2003")
@@ -171,7 +170,7 @@ def test_the_command_shows_columns(made: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_columns_follow_what_is_appended_and_removed(tmp_path: Path) -> None:
-    columns = pa.Table.from_pylist(documents()).select(["year", "lang"])
+    columns = pa.Table.from_pylist(toy.filterable_documents()).select(["year", "lang"])
 
     def part(first: int, columns: Any) -> Embeddings:
         rows = slice(first, first + 20)
@@ -187,7 +186,7 @@ def test_columns_follow_what_is_appended_and_removed(tmp_path: Path) -> None:
     assert len(index) == len(index.columns) == 57
     for row, name in enumerate(index.ids):
         number = int(name[1:])
-        expected = documents()[number]
+        expected = toy.filterable_documents()[number]
         shown = {"year": expected["year"]} if number < 20 else {}
         shown |= {"lang": expected["lang"]} if number < 40 and expected["lang"] else {}
         assert index.hit(row, 0).columns == shown

@@ -15,28 +15,11 @@ import pytest
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.search import Index, is_index
-from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.index.kinds import KINDS
 from tests.helpers.clusters import clustered, exact_rows, search_ids
+from tests.helpers.embeddings_on_disk import on_disk
 
 IDS = [f"doc {i}" for i in range(2000)]
-
-
-def on_disk(folder: Path, vectors: np.ndarray, **identity: Any) -> Embeddings:
-    names = [f"doc {i}" for i in range(len(vectors))]
-    writer = EmbeddingWriter(
-        folder,
-        names,
-        vectors.shape[1],
-        "float32",
-        identity,
-        {"model": "models/m"},
-        snippet="text {}".format,
-    )
-    for number in writer.unwritten():
-        rows = writer.ranges[number]
-        writer.write(number, vectors[rows.start : rows.stop])
-    return writer.finish()
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])

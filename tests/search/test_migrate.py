@@ -23,52 +23,17 @@ from dualenc.search.migration.migration_folder import is_replaced, remove_work
 from dualenc.search.migration.replacement import mixed_vectors
 from dualenc.search.migration.rollback import roll_back
 from dualenc.search.texts import TextStore, add_texts
-from tests.helpers.clusters import clustered, search_ids
+from tests.helpers.clusters import search_ids
 from tests.helpers.fake_towers import corpus
-from tests.search.test_index import on_disk
-
-COUNT = 700
-ABOUT = {"model": "new model", "model_checksum": "new", "side": "right", "kind": "query-document"}
-INPUTS = {"texts": "t", "queries": "q"}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-def old_vectors() -> np.ndarray:
-    return clustered(COUNT)
-
-
-def new_vectors() -> np.ndarray:
-    """Unit vectors of another dimension that a linear map gives up to noise."""
-    random = np.random.default_rng(5)
-    vectors = old_vectors() @ random.normal(size=(16, 8)) + 0.3 * random.normal(size=(COUNT, 8))
-    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
-
-
-def started(
-    folder: Path, factory: str, metric: Any = "cosine", memory: int | None = None
-) -> migrate.Migration:
-    """A migration of an index at the point where documents are embedded: the order is 699, 698,
-    …"""
-    identity = {
-        "side": "right",
-        "model_checksum": "old",
-        "normalized": True,
-        "output": "embedding",
-        "data": "d",
-    }
-    embeddings = on_disk(folder / "emb", old_vectors(), **identity)
-    Index.build(embeddings, None, factory, metric=metric, memory=memory, folder=folder / "index")
-    migration = migrate.Migration(folder / "index", ABOUT, INPUTS)
-    migration.save_order(np.arange(COUNT)[::-1])
-    fit(old_vectors(), new_vectors()).save(migration.work / "map.safetensors")
-    return migration
+from tests.helpers.folder_contents import contents
+from tests.helpers.started_migration import (
+    ABOUT,
+    COUNT,
+    INPUTS,
+    new_vectors,
+    old_vectors,
+    started,
+)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "ip"])

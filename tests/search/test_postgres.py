@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psycopg
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -27,36 +26,13 @@ from dualenc.search.engines.filter_recall import tune_folder, wilson_interval
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.where import parse_conditions
 from tests.helpers.conditions import KINDS, conditions, met_by_pandas
-from tests.helpers.pushed import DIM, NUM, check_results, embeddings, frame, vectors
+from tests.helpers.postgres_rows import check_whole, execute
+from tests.helpers.pushed import DIM, IDS, NUM, check_results, embeddings, frame, vectors
 
 pytestmark = pytest.mark.slow
 
-IDS = [f"id {row} “é”" for row in range(NUM)]
 FORK = multiprocessing.get_context("fork")
 ODD_NAMES = ("it's", '"; DROP TABLE docs; --', "100% %s %(k)s", "日本 😀", "a\\b", "{}")
-
-
-def execute(target: str, statement: str, *values: Any) -> list[Any]:
-    with psycopg.connect(target, autocommit=True) as connection:
-        cursor = connection.execute(statement, values or None)  # type: ignore[call-overload]
-        return cursor.fetchall() if cursor.description else []
-
-
-def check_whole(target: str, table: str, source: Embeddings) -> None:
-    """Each row is there once, as pgvector's own text shows its vector."""
-    rows = execute(
-        target, f'SELECT id, embedding::text, text, year, weight, lang, open FROM "{table}"'
-    )
-    assert len(rows) == len(source)
-    columns = [source.columns.column(name).to_pylist() for name in KINDS]  # type: ignore[union-attr]
-    stored = {row[0]: row[1:] for row in rows}
-    for number, name in enumerate(source.ids):
-        vector, text, *values = stored[name]
-        np.testing.assert_array_equal(
-            np.array(json.loads(vector), source.vectors.dtype), source.vectors[number]
-        )
-        assert text == f"snippet {number}"
-        assert values == [column[number] for column in columns]
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.engines.postgres_url import libpq_url, without_secrets
 from dualenc.search.where import parse_conditions
-from tests.helpers.pushed import DIM, NUM, embeddings, vectors
-from tests.search.test_postgres import IDS, check_whole, execute
+from tests.helpers.postgres_rows import check_whole, execute
+from tests.helpers.pushed import DIM, IDS, NUM, embeddings, vectors
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from dualenc.io.reading import read_json
 from dualenc.search import Embeddings, Index
 from dualenc.search.index import build, kinds
 from tests.helpers.clusters import clustered, search_ids
-from tests.search.test_index import on_disk
+from tests.helpers.embeddings_on_disk import on_disk
 
 COUNT = 6000
 MEMORY = 1 << 18

@@ -7,8 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -20,6 +19,8 @@ import pytest
 from dualenc.search.embed.encode import embed
 from dualenc.search.embed.writer import work_lock
 from tests.helpers.fake_towers import LetterTower, corpus
+from tests.helpers.folder_contents import contents
+from tests.helpers.waiting import wait_for
 
 FORK = multiprocessing.get_context("fork")
 ROWS, SHARDS = 800, 8
@@ -46,17 +47,6 @@ def worker(*arguments: Any) -> Iterator[Any]:
     finally:
         process.kill()
         process.join()
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.fixture

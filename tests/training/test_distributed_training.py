@@ -7,26 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Mixture
 from dualenc.objectives import EMC2, InfoNCE, MomentumQueue, SogCLR
 from dualenc.search import mining
 from dualenc.training.log import read_metrics
+from tests.helpers.every import CLASSES, make
 from tests.helpers.fakes import (
     TinyEncoder,
+    assert_same_model,
     static_encoder,
     text_pairs,
     tiny_objective,
     tiny_pairs,
     vector_encoder,
     vector_pairs,
-    weights,
 )
 from tests.helpers.launched import launch
 from tests.helpers.runs import FixedEvaluator, train
-from tests.training.test_every_objective import OBJECTIVES, make
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +99,7 @@ CASES: dict[str, Any] = {
     "mined in blocks": lambda: mined(5),
     "mined in one block": lambda: mined(512),
 }
-for kind in OBJECTIVES:
+for kind in CLASSES:
     CASES[f"{kind.__name__}, positives"] = lambda kind=kind: with_positives(make(kind))
 JUDGED = {"negatives": [[(i + 3) % 24] * (i % 2) for i in range(24)], "weights": range(24)}
 for kind in (InfoNCE, SogCLR):
@@ -172,12 +171,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     ended = [process.end(300) for process in ranks]
     assert [code for code, _ in ended] == [0, 0], ended
     return one, two
-
-
-def assert_same_model(first: Path, second: Path, atol: float = 1e-12) -> None:
-    ours, theirs = weights(first), weights(second)
-    for name, weight in ours.items():
-        assert torch.allclose(weight, theirs[name], rtol=1e-9, atol=atol), name
 
 
 @pytest.mark.parametrize("name", list(CASES))

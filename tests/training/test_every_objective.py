@@ -10,33 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from dualenc import objectives
 from dualenc.objectives import (
     ISIR,
-    FrozenCorpus,
     GlobalCache,
     InfoNCE,
     MomentumQueue,
     NegativeCache,
-    Objective,
     SogCLR,
 )
-from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.recipe.resolve import make_recipe
+from tests.helpers.every import make
 from tests.helpers.fakes import TinyEncoder, same, tiny_pairs, weights
 from tests.helpers.runs import train
-
-CLASSES = [getattr(objectives, name) for name in sorted(objectives.__all__)]
-CLASSES = [kind for kind in CLASSES if isinstance(kind, type) and issubclass(kind, Objective)]
-OBJECTIVES = [
-    kind
-    for kind in CLASSES
-    if kind is not Objective and not issubclass(kind, Matryoshka | FrozenCorpus)
-]
-
-
-def make(kind: type[Objective], views: bool = False) -> Objective:
-    return kind(num_left=24, num_right=24, temperature=0.2, seed=1, views=views).double()
 
 
 def name_of(value: Any) -> str:

@@ -14,6 +14,7 @@ from dualenc.objectives import ISIR, GlobalCache, SogCLR
 from dualenc.training import checkpoint
 from dualenc.training.evaluators import Evaluator
 from dualenc.training.log import read_metrics
+from tests.helpers.every import CLASSES, make
 from tests.helpers.fakes import (
     TinyEncoder,
     kill_this_process,
@@ -27,7 +28,6 @@ from tests.helpers.fakes import (
     weights,
 )
 from tests.helpers.runs import FixedEvaluator, run_and_die, train, train_and_die
-from tests.training.test_every_objective import OBJECTIVES, make
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ CASES = {
     "one source": (8, lambda folder: mixture(weights={"few": 2.0}, batches="one_source")),
     "ISIR in chunks": (8, lambda folder: {"objective": make(ISIR), "epochs": 2, "chunk_size": 4}),
 }
-for kind in OBJECTIVES:
+for kind in CLASSES:
     CASES[kind.__name__] = (8, lambda folder, kind=kind: {"objective": make(kind), "epochs": 2})
 
 

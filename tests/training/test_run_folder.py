@@ -23,7 +23,7 @@ from dualenc.training.checkpoint import Checkpoints
 from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
 from tests.helpers.launched import launch, small_run
 from tests.helpers.runs import FixedEvaluator, train
-from tests.training.test_signals import wait_for
+from tests.helpers.waiting import wait_for
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_harms_nothing(tmp_path):
     run = tmp_path / "run"
     (process,) = launch(tmp_path, small_run, run, delay=0.1)
-    wait_for(run / "metrics.jsonl")
+    wait_for((run / "metrics.jsonl").exists)
     for changes in ({"resume": True}, {"overwrite": True}, {}):
         with pytest.raises(
             DualencError, match=f"is in use by another run .process {process.pid} on "

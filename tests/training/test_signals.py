@@ -14,16 +14,17 @@ from dualenc.errors import DualencError
 from dualenc.training.evaluators import RetrievalEvaluator
 from dualenc.training.log import read_metrics
 from dualenc.training.signals import StopSignals
-from tests.helpers.fakes import TinyEncoder, same, tiny_objective, tiny_pairs, weights
+from tests.helpers.fakes import (
+    TinyEncoder,
+    assert_same_model,
+    same,
+    tiny_objective,
+    tiny_pairs,
+    weights,
+)
 from tests.helpers.launched import SlowEvaluator, launch, slowly_evaluated_run, small_run
 from tests.helpers.runs import train
-
-
-def wait_for(path: Path, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < end, f"{path} has not come"
-        time.sleep(0.02)
+from tests.helpers.waiting import wait_for
 
 
 def saved_step(output: Path) -> int:
@@ -67,7 +68,7 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(
 ):
     run = tmp_path / "run"
     (process,) = launch(tmp_path, small_run, run, delay=0.1, save_every=1000, **settings)
-    wait_for(run / "metrics.jsonl")
+    wait_for((run / "metrics.jsonl").exists)
     (os.killpg if to_group else os.kill)(process.pid, number)
     returncode, errors = process.end()
     assert returncode == code, errors
@@ -89,7 +90,7 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(
 def test_a_signal_in_an_evaluation_ends_the_run_after_it(tmp_path):
     run, settings = tmp_path / "run", {"evaluate_every": 5, "save_every": 1000}
     (process,) = launch(tmp_path, small_run, run, evaluation=0.5, **settings)
-    wait_for(tmp_path / "evaluating")
+    wait_for((tmp_path / "evaluating").exists)
     os.kill(process.pid, signal.SIGTERM)
     returncode, errors = process.end()
     assert returncode == 143, errors
@@ -170,7 +171,7 @@ def test_a_signal_ends_an_evaluation_between_two_batches(tmp_path, at, step, cap
 def test_all_ranks_end_an_evaluation_though_one_alone_gets_the_signal(tmp_path):
     run, settings = tmp_path / "run", {"evaluate_every": 4, "save_every": 1000}
     ranks = launch(tmp_path, slowly_evaluated_run, run, ranks=2, **settings)
-    wait_for(tmp_path / "evaluating")
+    wait_for((tmp_path / "evaluating").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
     began = time.monotonic()
     ended = [process.end() for process in ranks]
@@ -232,11 +233,9 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_so_does_the_first_where_nothin
 
 @pytest.mark.slow
 def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path):
-    from tests.training.test_distributed_training import assert_same_model
-
     run = tmp_path / "run"
     ranks = launch(tmp_path, small_run, run, ranks=2, delay=0.1, save_every=1000)
-    wait_for(run / "metrics.jsonl")
+    wait_for((run / "metrics.jsonl").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
     ended = [process.end() for process in ranks]
     assert [returncode for returncode, _ in ended] == [143, 143], ended
@@ -258,7 +257,7 @@ def test_a_lost_or_hung_rank_is_explained_in_one_line_and_ends_the_others(
     run = tmp_path / "run"
     settings = {"delay": 0.1} if is_killed else {"hang": (1, 4, 60), "timeout_minutes": 0.05}
     ranks = launch(tmp_path, small_run, run, ranks=2, save_every=2, **settings)
-    wait_for(run / "metrics.jsonl")
+    wait_for((run / "metrics.jsonl").exists)
     if is_killed:
         os.kill(ranks[1].pid, signal.SIGKILL)
     began = time.monotonic()
