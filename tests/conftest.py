@@ -85,6 +85,7 @@ def shared_data() -> Path:
     folder = Path(os.environ.get("DUALENC_TEST_DATA", default))
     if not folder.is_dir():
         pytest.skip(
-            f"no real data at {folder}; set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …"
+            f"no real data at {folder}; "
+            "set DUALENC_TEST_DATA to the folder that holds scifact, cifar10, …"
         )
     return folder

@@ -76,7 +76,8 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         ("evaluate retreival a", 'Unknown command "retreival". Did you mean "retrieval"?'),
         (
             "embed a b --ouut c",
-            'Command "embed" parameter --out requires an argument. Did you mean --out instead of --ouut? See ',
+            'Command "embed" parameter --out requires an argument. '
+            "Did you mean --out instead of --ouut? See ",
         ),
         (
             "search",

@@ -1,5 +1,4 @@
-"""The page "Adapt or migrate an existing index": its commands and its Python, in their order, on a small
-index."""
+"""The page "Adapt or migrate an existing index": its commands and Python, on a small index."""
 
 from __future__ import annotations
 

@@ -180,14 +180,19 @@ REFUSALS = [
     ),
     (
         "objective.class_path=my_losses.clip.SogCLR",
-        "is 'my_losses.clip.SogCLR', outside dualenc; pass --allow-module my_losses if you trust its code",
+        "is 'my_losses.clip.SogCLR', outside dualenc; "
+        "pass --allow-module my_losses if you trust its code",
     ),
     (
         "objective.class_path=dualenc.nowhere.SogCLR",
-        r"'dualenc.nowhere.SogCLR', which is not a class of type Objective .* \(did you mean SogCLR\?\)",
+        r"'dualenc.nowhere.SogCLR', which is not a class of type Objective .* "
+        r"\(did you mean SogCLR\?\)",
     ),
     (
-        "objective={class_path: Matryoshka, init_args: {dims: [], objective: {class_path: DCL, init_args: {seed: 3}}}}",
+        (
+            "objective={class_path: Matryoshka, init_args: {dims: [], objective: {class_path: DCL, "
+            "init_args: {seed: 3}}}}"
+        ),
         "objective.objective.seed is filled in by the training",
     ),
     ("objective.num_left=3", "objective.num_left is filled in by the training"),
@@ -323,7 +328,8 @@ def test_plain_values_are_those_of_yaml_1_2(tmp_path):
     2001-01-01 a date."""
     path = tmp_path / "values.yaml"
     path.write_text(
-        "{a: no, b: 1e-3, c: 1:30, d: 010, e: 2001-01-01, f: true, g: ~, h: -7, i: .5, j: 1_0, k: 0, l: +1.5e3}"
+        "{a: no, b: 1e-3, c: 1:30, d: 010, e: 2001-01-01, f: true, g: ~, h: -7, i: .5, j: 1_0, "
+        "k: 0, l: +1.5e3}"
     )
     values = {"a": "no", "b": 1e-3, "c": "1:30", "d": "010", "e": "2001-01-01", "f": True}
     values |= {"g": None, "h": -7, "i": 0.5, "j": "1_0", "k": 0, "l": 1500.0}

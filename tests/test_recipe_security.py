@@ -42,7 +42,11 @@ class Canary:
 @pytest.fixture
 def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Canary:
     canary = Canary(tmp_path)
-    body = f"open({str(canary.path)!r}, 'w')\nclass X:\n    def __init__(self, **arguments): pass\ndef run(): pass\n"
+    body = (
+        f"open({str(canary.path)!r}, 'w')\n"
+        "class X:\n    def __init__(self, **arguments): pass\n"
+        "def run(): pass\n"
+    )
     (tmp_path / f"{EVIL}.py").write_text(body)
     (tmp_path / "inner.yaml").write_text(yaml.safe_dump({"class_path": f"{EVIL}.X"}))
     monkeypatch.chdir(tmp_path)
@@ -247,7 +251,15 @@ class NotCallable:
     pass
 
 class Odd(DCL):
-    def __init__(self, *, a: DCL | str = "", b: type[DCL] = DCL, c: Callable | str = "", d: list[type] = (), **common):
+    def __init__(
+        self,
+        *,
+        a: DCL | str = "",
+        b: type[DCL] = DCL,
+        c: Callable | str = "",
+        d: list[type] = (),
+        **common
+    ):
         super().__init__(**common)
 """
 

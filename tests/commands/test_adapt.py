@@ -440,9 +440,9 @@ def test_other_tasks_fit_the_clicks_and_the_index(
     (texts / "qrels" / "test.tsv").write_text("d0\td0\t1\n")
     line = failure(capsys, *words, "--test", texts)
     assert (
-        "test-queries are of kind text, and the queries to train on vector; give both as one of them"
-        in line
-    )
+        "test-queries are of kind text, and the queries to train on vector; "
+        "give both as one of them"
+    ) in line
     strange = Path(shutil.copytree(turned / "test", tmp_path / "strange"))
     (strange / "qrels" / "test.tsv").write_text("q0\tnowhere\t1\n")
     assert "holds none of its 1 judged documents" in failure(capsys, *words, "--test", strange)

@@ -50,7 +50,12 @@ def places(
 
 
 EVALUATIONS: list[tuple[str, Callable[..., Any], list[str], dict[str, Any]]] = [
-    ("retrieval", dualenc.evaluate_retrieval, ["text", "beir"], {"hybrid": "weighted", "weight": 0.3}),
+    (
+        "retrieval",
+        dualenc.evaluate_retrieval,
+        ["text", "beir"],
+        {"hybrid": "weighted", "weight": 0.3},
+    ),
     ("image-text", dualenc.evaluate_image_text, ["clip", "captioned"], {"batch_size": 3}),
     ("zero-shot", dualenc.evaluate_zero_shot, ["clip", "classes"], {}),
     ("probe", dualenc.evaluate_probe, ["image", "splits"], {"limit": 8, "num_workers": 0}),

@@ -62,7 +62,8 @@ REFUSALS = [
     ("probe {image} {flat} --train {splits}", "the images lack labels"),
     (
         "probe {image} {colours}",
-        "a probe would be tested on its own training images; name other images to train on: --train",
+        "a probe would be tested on its own training images; "
+        "name other images to train on: --train",
     ),
     ("probe {image} {splits} --split train", "name other images to train on: --train"),
     (

@@ -247,7 +247,9 @@ def test_without_judgements_mapped_vectors_are_not_served_unasked(
 
 REFUSALS = {
     "engine": "an engine does not migrate; migrate the embeddings and push again",
-    "vectors": "holds vector, vector, right, embedding; only documents of a query-document model migrate",
+    "vectors": (
+        "holds vector, vector, right, embedding; only documents of a query-document model migrate"
+    ),
     "another model": "a migration with another model is under way",
     "few": "300 documents are too few to learn maps from; build the index again with the new model",
     "lost": "7 vectors are mapped, and its work folder is gone",
@@ -322,7 +324,10 @@ def test_data_without_judgements_is_said(
     for data in (tmp_path / "docs.jsonl", other):
         capsys.readouterr()
         run("migrate", index, made / "new", "--data", data, "--report-only")
-        told = f"{data}: lacks test judgements of these documents (qrels/test.tsv); measuring without them"
+        told = (
+            f"{data}: lacks test judgements of these documents (qrels/test.tsv); "
+            "measuring without them"
+        )
         assert told in capsys.readouterr().out
         run("migrate", index, "--rollback")
 
@@ -361,7 +366,10 @@ def test_the_last_line_is_the_verdict(
     before, after = (
         scores[f"{name} model, {name} vectors"]["ndcg@10"][0] for name in ("old", "new")
     )
-    found = r"on the sample it finds (significantly more|neither significantly more nor less) than the old one"
+    found = (
+        r"on the sample it finds (significantly more|neither significantly more nor less) "
+        r"than the old one"
+    )
     numbers = rf"\(nDCG@10 {before:.3f} → {after:.3f}, [+-]\d\.\d+ \[[+-]\d\.\d+, [+-]\d\.\d+\]\)"
     assert re.fullmatch(
         rf"{new}: {found} {numbers}; nothing is replaced; next: dualenc migrate {index} {new}", line
@@ -381,7 +389,10 @@ def test_settings_stay_and_measurements_by_old_vectors_go_with_a_word(
     settings = Index.open(index).meta["settings"]
     before = contents(index)
     run("migrate", index, made / "new")
-    told = "recall.json and queries.npy are of the old vectors and are dropped, the settings stay; measure again: dua"
+    told = (
+        "recall.json and queries.npy are of the old vectors and are dropped, the settings stay; "
+        "measure again: dua"
+    )
     assert capsys.readouterr().out.count(told) == 1
     assert {"recall.json", "queries.npy"} <= before.keys()
     assert {path.name for path in index.iterdir()}.isdisjoint({"recall.json", "queries.npy"})

@@ -26,7 +26,10 @@ from tests.helpers.waiting import wait_for
 
 DOCUMENTS = 300
 FORK = multiprocessing.get_context("fork")
-AT_WORK = "`dualenc migrate` is changing its model, and would undo the change; wait for its end, or stop it and run"
+AT_WORK = (
+    "`dualenc migrate` is changing its model, and would undo the change; "
+    "wait for its end, or stop it and run"
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +140,12 @@ def test_a_change_after_a_kill_is_refused_and_the_same_command_resumes(
     Migrating(index, made / "new", 60).kill()
     for words in changes(made, index).values():
         line = failure(capsys, *words)
-        finish = f"finish it: dualenc migrate {index} {made / 'new'}, or end it: dualenc migrate {index} --rollback"
-        assert (
-            line
-            == f"{index}: its model is being changed to {made / 'new'}, in index.migration; {finish}"
+        finish = (
+            f"finish it: dualenc migrate {index} {made / 'new'}, "
+            f"or end it: dualenc migrate {index} --rollback"
+        )
+        assert line == (
+            f"{index}: its model is being changed to {made / 'new'}, in index.migration; {finish}"
         )
     run("migrate", index, made / "new")
     check_whole(index)
@@ -178,9 +183,9 @@ def test_a_rollback_keeps_what_was_embedded_until_it_is_discarded(
     line = failure(capsys, "migrate", index, made / "new")
     kept = embedded(index)
     assert (
-        f"holds {kept} vectors of a migration with other items that was rolled back; remove them: dualenc"
-        in line
-    )
+        f"holds {kept} vectors of a migration with other items that was rolled back; "
+        "remove them: dualenc"
+    ) in line
     assert line.endswith(f"migrate {index} --rollback --discard")
     assert embedded(index) == kept
     run("migrate", index, "--rollback", "--discard")
@@ -209,9 +214,8 @@ def test_discarding_is_for_a_rollback(
     made: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = failure(capsys, "migrate", index, made / "new", "--discard")
-    assert (
-        line
-        == "--discard removes what a migration has embedded; give it with --rollback, or leave it out"
+    assert line == (
+        "--discard removes what a migration has embedded; give it with --rollback, or leave it out"
     )
 
 

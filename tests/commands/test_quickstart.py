@@ -95,13 +95,15 @@ raise RuntimeError("this module must not be imported")
 class Stack:
     """A pile of things to take from the top.
 
-    The last thing put on is the first that is taken off, as with plates in a cupboard, and so on and so forth.
+    The last thing put on is the first that is taken off, as with plates in a cupboard,
+    and so on and so forth.
     """
 
     def push(self, item):
         """Put one thing on top of the pile.
 
-        Args: item is whatever you like; the pile keeps a reference to it and never looks inside it at all.
+        Args: item is whatever you like; the pile keeps a reference to it
+        and never looks inside it at all.
         """
 
     def short(self):

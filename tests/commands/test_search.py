@@ -466,11 +466,17 @@ def test_a_path_is_searched_as_what_the_file_holds(
         (
             index,
             unnamed,
-        ): "the file is an image, and the model of this index takes texts; its path is searched as a",
+        ): (
+            "the file is an image, and the model of this index takes texts; "
+            "its path is searched as a"
+        ),
         (
             index,
             named,
-        ): "the file is an image, and the model of this index takes texts; its path is searched as a",
+        ): (
+            "the file is an image, and the model of this index takes texts; "
+            "its path is searched as a"
+        ),
     }
     for (folder, query), line in reported.items():
         caplog.clear()

@@ -366,7 +366,8 @@ def test_partitions_as_arrow_and_duckdb_write_them(tmp_path: Path) -> None:
     }
     duckdb = pytest.importorskip("duckdb")
     duckdb.sql(
-        f"copy rows to '{tmp_path}/duck' (format parquet, partition_by (dt), write_partition_columns true)"
+        f"copy rows to '{tmp_path}/duck' "
+        "(format parquet, partition_by (dt), write_partition_columns true)"
     )
     assert open_corpus(tmp_path / "duck", columns=["dt"]).columns.to_pydict() == {
         "dt": rows["dt"].to_pylist()
@@ -572,7 +573,8 @@ def test_files_of_duckdb_and_polars(tmp_path: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
     polars = pytest.importorskip("polars")
     duckdb.sql(
-        "copy (select uuid() as id, 'text '||i as text, ['a'] as tags, map{'k': i} as m, {'a': i} as s, 'b'::blob as b,"
+        "copy (select uuid() as id, 'text '||i as text, ['a'] as tags, map{'k': i} as m,"
+        " {'a': i} as s, 'b'::blob as b,"
         f" i::hugeint as h, 5::decimal(9,2) as d from range(3) t(i)) to '{tmp_path}/duck.parquet'"
     )
     corpus = open_corpus(tmp_path / "duck.parquet", columns=["h", "d"])

@@ -70,9 +70,14 @@ def test_prompts_are_grouped_by_class() -> None:
 
 @pytest.mark.parametrize(
     ("name", "readable"),
-    [("n01443537 goldfish", "goldfish"), ("n02085620_Chihuahua", "Chihuahua"), ("fire_truck", "fire truck"),
-     ("n01443537", "n01443537"), ("nut", "nut")],
-)  # fmt: skip
+    [
+        ("n01443537 goldfish", "goldfish"),
+        ("n02085620_Chihuahua", "Chihuahua"),
+        ("fire_truck", "fire truck"),
+        ("n01443537", "n01443537"),
+        ("nut", "nut"),
+    ],
+)
 def test_class_names_are_made_readable(name: str, readable: str) -> None:
     assert readable_class(name) == readable
 

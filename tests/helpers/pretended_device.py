@@ -157,7 +157,8 @@ def check_no_mixing(name: str, args: Any, tensors: list[torch.Tensor]) -> None:
     for tensor in tensors:
         if not isinstance(tensor, OnDevice) and tensor.dim() and id(tensor) not in indices:
             raise RuntimeError(
-                f"{name}: a tensor of shape {tuple(tensor.shape)} is on the CPU, another on the device"
+                f"{name}: a tensor of shape {tuple(tensor.shape)} is on the CPU, "
+                "another on the device"
             )
 
 

@@ -62,7 +62,8 @@ def run_and_die(function: Callable[..., Any], *arguments: Any) -> int | None:
     """Run in a child process that does not come back; its exit code, minus the signal."""
     process = multiprocessing.get_context("fork").Process(target=function, args=arguments)
     process.start()
-    process.join()  # given a time limit it would wait for the data workers too, orphans who notice that after 5 s
+    # Given a time limit it would wait for the data workers too, orphans who notice that after 5 s.
+    process.join()
     return process.exitcode
 
 

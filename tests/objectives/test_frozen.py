@@ -254,7 +254,10 @@ def test_documents_of_nan_are_named(documents, value, monkeypatch):
 def test_documents_of_fewer_components_than_the_queries(documents, searched):
     short = unit(documents[:, :9])
     options = {"max_exact": 9, "search": brute_force(short)} if searched else {}
-    message = "FrozenCorpus: documents have 9 components and the queries 16; pass documents embedded by the model"
+    message = (
+        "FrozenCorpus: documents have 9 components and the queries 16; "
+        "pass documents embedded by the model"
+    )
     with pytest.raises(DualencError, match=message):
         FrozenCorpus(short, **options).double()(**batch(documents))
 

@@ -215,7 +215,7 @@ def test_the_checksum_follows_weights_and_prompt() -> None:
 
 @pytest.mark.parametrize("change", ["step", "data", "array", "load", "tensor", "order"])
 def test_a_cached_checksum_follows_every_way_to_change_weights(change: str) -> None:
-    """A version counter alone would miss `.data` and arrays; an address alone, all in-place ones."""
+    """A version counter alone misses `.data` and arrays; an address alone, all in-place ones."""
     tower = LetterTower()
     before = tower_checksum(tower)
     assert tower_checksum(tower) == before, "from the cache"

@@ -111,7 +111,10 @@ def test_kinds_that_faiss_cannot_filter_compare_decoded_vectors(
 def test_kinds_that_can_neither_be_filtered_nor_decoded_are_refused() -> None:
     kept = np.ones(len(VECTORS), bool)
     for factory in ("RaBitQfs", "PQ8x4fs_64"):
-        reason = r"FAISS cannot filter an Index\w+ \(or decode its codes\); build the index with codes that it can"
+        reason = (
+            r"FAISS cannot filter an Index\w+ \(or decode its codes\); "
+            r"build the index with codes that it can"
+        )
         with pytest.raises(DualencError, match=reason):
             index_of(factory).search_rows(QUERIES, 5, allowed_rows=kept)
 

@@ -21,8 +21,14 @@ from dualenc.search.lexical import Lexical
 from dualenc.search.migration.maps import LinearMap
 from tests.helpers.clusters import clustered
 
-FULL = r"{}: the disk is full \([\d.,]+ of [\d.,]+ MiB are free in .*\); free some space, or name a folder on another disk"
-FAISS = "Error in write_index at index_write.cpp:499: Error: 'ret == (size)' failed: write error (No space left on device)"
+FULL = (
+    r"{}: the disk is full \([\d.,]+ of [\d.,]+ MiB are free in .*\); "
+    r"free some space, or name a folder on another disk"
+)
+FAISS = (
+    "Error in write_index at index_write.cpp:499: Error: 'ret == (size)' failed: "
+    "write error (No space left on device)"
+)
 
 
 @pytest.fixture

@@ -218,7 +218,10 @@ def test_jax_is_not_asked_for_a_device(tmp_path: Path, before: str) -> None:
     (tmp_path / "jax").mkdir()
     (tmp_path / "jax" / "__init__.py").write_text("")
     (tmp_path / "jax" / "lax.py").write_text("raise SystemExit('JAX was used')")
-    after = "import sys; assert sys.modules.get('jax', ...) is not None; import jax; assert jax.__file__"
+    after = (
+        "import sys; assert sys.modules.get('jax', ...) is not None; "
+        "import jax; assert jax.__file__"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     code = f"{before}from dualenc.search.lexical import Lexical; Lexical.build(['a word']); {after}"
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

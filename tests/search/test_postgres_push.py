@@ -110,7 +110,9 @@ def test_a_dot_divides_schema_and_table_and_quotes_keep_it(tmp_path: Path, postg
         assert repr(name) in index.location
         assert push_embeddings(embeddings(), postgres, name)[1] == 0
     for name, message in {
-        "nowhere.papers": """schema 'nowhere' does not exist; create it, or write --table '"nowhere.papers"'""",
+        "nowhere.papers": (
+            "schema 'nowhere' does not exist; create it, or write --table '\"nowhere.papers\"'"
+        ),
         "db.lib.papers": "write TABLE or SCHEMA.TABLE",
         '"papers': "write TABLE or SCHEMA.TABLE",
         "lib.": "write TABLE or SCHEMA.TABLE",
@@ -442,7 +444,8 @@ def test_readers_keep_their_rights_and_lost_indexes_are_named(
     push_embeddings(embeddings(), postgres, "granted")
     execute(
         postgres,
-        'CREATE ROLE "Reader" LOGIN; GRANT SELECT ON granted TO "Reader"; CREATE INDEX years ON granted (year)',
+        'CREATE ROLE "Reader" LOGIN; GRANT SELECT ON granted TO "Reader"; '
+        "CREATE INDEX years ON granted (year)",
     )
     with caplog.at_level(logging.WARNING):
         index = push_embeddings(embeddings(seed=1), postgres, "granted", replace=True)[0]

@@ -275,7 +275,10 @@ def test_an_image_or_a_caption_that_cannot_be_read_is_left_out_and_counted_once(
     evaluator = ImageTextEvaluator(pairs)
     for _ in range(2):
         assert evaluator(captioning())["mean_recall"] == 1
-    line = "held-out images: skipped 1 bad samples: 1 image that cannot be read (first: row 0: not readable)"
+    line = (
+        "held-out images: skipped 1 bad samples: "
+        "1 image that cannot be read (first: row 0: not readable)"
+    )
     assert caplog.text.count(line) == 1
     with pytest.raises(DualencError, match="none of 1 items could be used"):
         ImageTextEvaluator(pairs.take(np.array([0])))(captioning())
