@@ -1,253 +1,343 @@
-"""GlobalCache: the formula with its draws, their law, what it costs, and that old memories bias
-nothing."""
+"""GlobalCache: the mean over all of its draws, what it costs, and when its loss is known."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from dualenc.objectives import GlobalCache, global_cache
-from dualenc.objectives.global_cache import mean_shares
-from dualenc.objectives.memory import EmbeddingMemory, sample
-from tests.helpers.slow import (
-    Case,
-    Corpus,
-    Item,
-    batch_items,
-    gradients,
-    is_hidden,
-    item_anchors,
-    make_case,
-    vector_of,
-)
+from dualenc.objectives import GlobalCache
+from dualenc.objectives.anchors import Anchors
+from dualenc.objectives.global_cache import CachePlan, mean_shares
+from tests.helpers.slow import Corpus
 
 NUM_ITEMS, TAU = 20, 0.2
+DIM = 5
 
 
-class Slow:
-    """The same as loops over single anchors and items, given what was looked at and drawn."""
+@dataclass
+class Trial:
+    """Six pairs, of which the left items are anchors: what they see, and what is remembered of it.
 
-    def __init__(self, stride: int, temperature: float, counts: dict[str, list[int]]) -> None:
-        self.stride, self.temperature, self.counts = stride, temperature, counts
-        self.memory: dict[Item, Tensor] = {}
+    Two pairs share the last right item if `shared`; each anchor has a second positive if `listed`.
+    """
 
-    def direction(
-        self, case: Case, corpus: Corpus, side: str, pool: list[Item], drawn: list[Item]
-    ) -> Tensor:
-        """Mean surrogate of one direction; remembers what it has seen."""
-        anchors, batch = item_anchors(case, side), batch_items(case, side)
-        other = "views" if case.views else "right" if side == "left" else "left"
-        count = self.counts[other]
+    seed: int
+    tau: float = 0.2
+    is_old: bool = False
+    extra_encodes: float = 1.0
+    pool: int = 6
+    shared: bool = False
+    listed: bool = False
 
-        def mass(anchor: Any, item: Item, vector: Tensor) -> float:
-            """c_z·exp(s/τ), 0 for what is no negative."""
-            if is_hidden(case, anchor, item):
-                return 0.0
-            return count[item.id] * math.exp(
-                float(anchor.vector.detach() @ vector.detach()) / self.temperature
+    def __post_init__(self) -> None:
+        self.right_id = [0, 1, 2, 3, 4, 4] if self.shared else list(range(6))
+        num_right = max(self.right_id) + 1
+        draw = torch.Generator().manual_seed(self.seed)
+        tables = torch.randn(3, 6, DIM, generator=draw, dtype=torch.float64)
+        left, right, old = normalize(tables, dim=2)
+        self.left, self.right = left.requires_grad_(), right[:num_right].clone().requires_grad_()
+        self.remembered = old[:num_right] if self.is_old else self.right.detach()
+        self.counts = [self.right_id.count(item) for item in range(num_right)]
+        self.positives = [
+            {own, (own + 1) % num_right} if self.listed else {own} for own in self.right_id
+        ]
+        self.criterion = GlobalCache(
+            num_left=6,
+            num_right=num_right,
+            temperature=self.tau,
+            extra_encodes=self.extra_encodes,
+            pool=self.pool,
+        ).double()
+        self.tau = float(self.criterion.temperature)  # rounded
+        self.criterion.set_counts(torch.ones(6), torch.tensor(self.counts))
+        self.criterion.eval()  # the memory stays as it is written here
+        for memory, vectors in zip(self.criterion.memories, (self.remembered, self.left.detach())):
+            memory.write(torch.arange(len(vectors)), vectors)
+            memory.count(6)
+
+    @property
+    def stride(self) -> int:
+        """Of how many items a pool holds one."""
+        return -(-len(self.right) // self.pool)
+
+    def kernel(self, anchor: int, vector: Tensor) -> float:
+        return math.exp(float(self.left[anchor].detach() @ vector.detach()) / self.tau)
+
+    def exact_sum(self, anchor: int) -> float:
+        """Σ c_z·exp(s/τ) over all negatives."""
+        return sum(
+            self.counts[item] * self.kernel(anchor, self.right[item])
+            for item in range(len(self.right))
+            if item not in self.positives[anchor]
+        )
+
+    def pools(self) -> Iterator[list[int]]:
+        """Offsets of one item in each stretch of ids: all of them are equally probable."""
+        num_stretches = -(-len(self.right) // self.stride)
+        yield from map(list, itertools.product(range(self.stride), repeat=num_stretches))
+
+    def pool_masses(self, anchor: int, offsets: list[int]) -> dict[int, float]:
+        """c_z·exp(s/τ) of the remembered items of a pool, without the anchor's positives."""
+        pool = [number * self.stride + offset for number, offset in enumerate(offsets)]
+        return {
+            item: self.counts[item] * self.kernel(anchor, self.remembered[item])
+            for item in pool
+            if item < len(self.right) and item not in self.positives[anchor]
+        }
+
+    def pool_sum(self, anchor: int, offsets: list[int]) -> float:
+        return sum(self.pool_masses(anchor, offsets).values())
+
+    def draw_probabilities(self, batch: tuple[int, ...], offsets: list[int]) -> list[float]:
+        """Of each right item: the mean over the batch's anchors of the softmax over the pool."""
+        probabilities = [0.0] * len(self.right)
+        for anchor in batch:
+            for item, mass in self.pool_masses(anchor, offsets).items():
+                share = mass / self.pool_sum(anchor, offsets)
+                probabilities[item] += share / len(batch)
+        return probabilities
+
+    def outcomes(self, batch: tuple[int, ...]) -> Iterator[tuple[float, list[int], float]]:
+        """Every pool with every interval of the random number u that places the draws.
+
+        Yields the probability, the offsets of the pool and a place u in the interval. The k-th of R
+        draws is the item at (k + u)/R of the cumulative probabilities.
+        """
+        num_draws = max(round(self.extra_encodes * len(batch) / 2), 1)
+        pools = list(self.pools())
+        for offsets in pools:
+            ends = itertools.accumulate(self.draw_probabilities(batch, offsets))
+            cuts = sorted({0.0, 1.0, *(num_draws * end % 1 for end in ends)})
+            for low, high in itertools.pairwise(cuts):
+                if high - low > 1e-12:
+                    yield (high - low) / len(pools), offsets, (low + high) / 2
+
+    def step(
+        self, batch: tuple[int, ...], offsets: list[int], place: float
+    ) -> tuple[Tensor, CachePlan]:
+        """(B,) the losses of the batch's left anchors with given draws, and the step's plan."""
+        criterion, steps = self.criterion, []
+        rows, right_id = torch.tensor(batch), torch.tensor([self.right_id[row] for row in batch])
+
+        def losses(anchors: Anchors, plan: CachePlan, outside: Tensor) -> Tensor:
+            steps.append((GlobalCache.losses(criterion, anchors, plan, outside), plan))
+            return steps[-1][0]
+
+        def integers(high: int, number: int, device: torch.device) -> Tensor:
+            return torch.tensor([*offsets, 0, 0, 0][:number])
+
+        def uniform(*shape: int, like: Tensor) -> Tensor:
+            return torch.full(shape, place, dtype=torch.float64)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(criterion, "losses", losses)
+            patch.setattr(criterion.draws, "integers", integers)
+            patch.setattr(criterion.draws, "uniform", uniform)
+            criterion(
+                self.left[rows],
+                self.right[right_id],
+                rows,
+                right_id,
+                left_positives=torch.tensor([sorted(self.positives[row]) for row in batch]),
+                encode=lambda side, ids: (self.left if side == "left" else self.right)[ids],
             )
+        losses, plan = steps[0]
+        return losses[0], plan
 
-        sides = ("left", "right") if case.views else (other,)
-        remembered = {item: vector for item, vector in self.memory.items() if item.side in sides}
-        looked_at = {item: remembered[item] for item in pool if item in remembered}
-        sums = [
-            sum(mass(anchor, item, vector) for item, vector in looked_at.items())
-            for anchor in anchors
-        ]
-        seeing = [
-            (anchor, self.stride * total) for anchor, total in zip(anchors, sums) if total > 0
-        ]
-        num_pairs = len(case.left_id)
+    def weighed_sum(self, anchor: int, plan: CachePlan) -> float:
+        """Σ exp(s/τ)·n_z/E[n_z] over the batch and the draws of a step."""
+        return sum(
+            math.exp(log_weight) * self.kernel(anchor, self.right[item])
+            for item, log_weight in zip(plan.items[0].tolist(), plan.log_weights[0].tolist())
+            if item >= 0 and item not in self.positives[anchor]
+        )
 
-        def expected(item: Item) -> float:
-            """How often a copy of the item was to be expected in this batch and among the draws."""
+
+def mean_weights(trial: Trial, batch: tuple[int, ...]) -> list[float]:
+    """Of each right item the mean weight n_z/E[n_z] over all pools and draws."""
+    weights = [0.0] * len(trial.right)
+    for probability, offsets, place in trial.outcomes(batch):
+        _, plan = trial.step(batch, offsets, place)
+        for item, log_weight in zip(plan.items[0].tolist(), plan.log_weights[0].tolist()):
+            if item >= 0:
+                weights[item] += probability * math.exp(log_weight)
+    return weights
+
+
+def expected_weights(trial: Trial, batch: tuple[int, ...]) -> list[float]:
+    """The same by its definition: the mean of n_z given the batch, over what n_z is divided by.
+
+    That is (B − 1)/(M − 1) for the batch, and for each draw the mean over anchors of the item's
+    softmax weight in the corpus, as if it were in the pool.
+    """
+    num_draws = max(round(trial.extra_encodes * len(batch) / 2), 1)
+    stride = trial.stride
+    pools = list(trial.pools())
+    weights = [0.0] * len(trial.right)
+    for offsets in pools:
+        drawn = trial.draw_probabilities(batch, offsets)
+        for item in range(len(weights)):
+            in_pool = offsets[item // stride] == item % stride
             share = 0.0
-            if item in remembered and seeing:
-                for anchor, total in seeing:
-                    own = mass(anchor, item, remembered[item]) / count[item.id]
-                    share += (
-                        own
-                        / (total + (0 if item in looked_at else self.stride * own))
-                        / len(seeing)
-                    )
-            return (num_pairs - 1) / (sum(count) - 1) + len(drawn) * share
-
-        present = [*batch, *((item, vector_of(case, corpus, side, item)) for item in drawn)]
-        losses = []
-        for anchor, total in zip(anchors, sums):
-            weights = [
-                mass(anchor, item, vector) / count[item.id] / expected(item)
-                for item, vector in present
-            ]
-            # What is looked at and the batch stand for the whole corpus.
-            own = [item for item, _ in batch if not is_hidden(case, anchor, item)]
-            known = total + sum(
-                mass(anchor, item, vector) / count[item.id] for item, vector in batch
-            )
-            seen = [count[item.id] for item in remembered if not is_hidden(case, anchor, item)]
-            corpus_items = [Item(s, i) for s in sides for i in range(len(count))]
-            negatives = [
-                count[item.id] for item in corpus_items if not is_hidden(case, anchor, item)
-            ]
-            number = len(own) + sum(seen) / self.stride
-            partition = max(
-                sum(weights), 1e-300, known * sum(negatives) / number if number else 0.0
-            )
-            pushed = sum(
-                weight / partition * (anchor.vector @ vector)
-                for weight, (_, vector) in zip(weights, present)
-            )
-            mean = torch.zeros(5, dtype=torch.float64)
-            if total > 0:
-                mean = sum(
-                    mass(anchor, item, vector) / total * vector
-                    for item, vector in looked_at.items()
-                )
-            missed = (1 - sum(weights) / partition) * mean
-            losses.append((pushed + anchor.vector @ missed - anchor.positive) / self.temperature)
-        for item, vector in reversed(present):
-            self.memory[item] = vector.detach().clone()
-        return torch.stack(losses).mean()
+            for anchor in batch:
+                if item in trial.positives[anchor]:
+                    continue
+                kernel = trial.kernel(anchor, trial.remembered[item])
+                total = trial.pool_sum(anchor, offsets) + (0.0 if in_pool else kernel)
+                share += kernel / (stride * total) / len(batch)
+            divisor = (len(batch) - 1) / 5 + num_draws * share
+            number = sum(trial.right_id[row] == item for row in batch) + num_draws * drawn[item]
+            weights[item] += number / divisor / len(pools) if number else 0.0
+    return weights
 
 
-def loss_and_draws(
-    criterion: GlobalCache, case: Case, corpus: Corpus
-) -> tuple[Tensor, list[tuple[list[Item], ...]]]:
-    """Its loss, and what each direction looked at and drew."""
-    pools: list[Tensor] = []
-    drawn: list[Tensor] = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name, holder, found in (("_pool", criterion, pools), ("sample", global_cache, drawn)):
-            original = getattr(holder, name)
-            patch.setattr(
-                holder, name, lambda *given, o=original, f=found: f.append(o(*given)) or f[-1]
-            )
-        loss = criterion(**case.arguments(), encode=corpus.encode).loss
-    by_direction = []
-    for side, pool, items in zip(("right", "left"), pools, drawn, strict=False):
-        numbers = pool.tolist(), [i for i in items.tolist() if i >= 0]
-        by_direction.append(
-            tuple([Item.of_number(i, side, case.views) for i in each] for each in numbers)
-        )
-    return loss, by_direction
-
-
-@pytest.mark.slow
-@settings(max_examples=20)
-@given(
-    seed=st.integers(0, 1000),
-    size=st.integers(2, 6),
-    views=st.booleans(),
-    extra_encodes=st.sampled_from([0.0, 1.0, 3.0]),
-    pool=st.sampled_from([2048, 20, 7]),
-    counted=st.booleans(),
+@pytest.mark.parametrize("batch", [(0, 3), (0, 2, 5)], ids=len)
+@pytest.mark.parametrize(
+    "arguments", [{"is_old": True}, {"is_old": True, "listed": True}, {"pool": 3}], ids=str
 )
-def test_gradient_is_that_of_the_formula(
-    seed: int, size: int, views: bool, extra_encodes: float, pool: int, counted: bool
+def test_an_item_counts_as_often_as_it_is_there_over_how_often_it_is_expected(
+    arguments: dict[str, Any], batch: tuple[int, ...]
 ) -> None:
-    arguments = {"extra_encodes": extra_encodes, "seed": seed, "pool": pool}
-    criterion = GlobalCache(num_left=NUM_ITEMS, temperature=TAU, views=views, **arguments).double()
-    draw = torch.Generator().manual_seed(seed)
-    counts = {side: torch.ones(NUM_ITEMS, dtype=torch.long) for side in ("left", "right")}
-    if counted and not views:
-        counts = {side: 1 + torch.randperm(NUM_ITEMS, generator=draw) % 3 for side in counts}
-        criterion.set_counts(counts["left"], counts["right"])
-    by_side = {
-        side: values.tolist() for side, values in [*counts.items(), ("views", counts["left"])]
-    }
-    stride = math.ceil((2 if views else 1) * NUM_ITEMS / pool)
-    slow = Slow(stride, float(criterion.temperature), by_side)
-    for step in range(3):
-        # Another corpus in every step: what is remembered is old.
-        case, corpus = make_case(seed * 4 + step, size, views), Corpus.make(seed * 4 + step)
-        loss, drawn = loss_and_draws(criterion, case, corpus)
-        sides = ["views"] if views else ["left", "right"]
-        expected = [
-            slow.direction(case, corpus, side, *items)
-            for side, items in zip(sides, drawn, strict=True)
-        ]
-        torch.testing.assert_close(
-            gradients(loss, case, corpus), gradients(torch.stack(expected).mean(), case, corpus)
-        )
+    trial = Trial(seed=0, **arguments)
+    expected = expected_weights(trial, batch)
+    assert mean_weights(trial, batch) == pytest.approx(expected, rel=1e-9)
 
 
-def mean_of_sum(
-    left: Tensor, right: Tensor, remembered: Tensor, batch_size: int, num_draws: int, tau: float
-) -> Tensor:
-    """(N,) of each left anchor the mean, over all batches with it and all draws, of the weighed sum
-    over batch and draws, over the true sum."""
-    num_items = len(left)
-    masses = (left @ right.T / tau).exp().fill_diagonal_(0)
-    memory, items = EmbeddingMemory(num_items), torch.arange(num_items)
-    memory.write(items, remembered)
-    total, count = torch.zeros(num_items).double(), torch.zeros(num_items)
-    for batch in itertools.combinations(range(num_items), batch_size):
-        rows = torch.tensor(batch)
-        queries, hidden = left[rows] / tau, rows[:, None]
-        seen = memory.attend(queries, hidden)
-        given = (
-            queries,
-            hidden,
-            seen.log_sum,
-            items,
-            remembered,
-            torch.ones(num_items, dtype=torch.bool),
+def mean_ratio(trial: Trial, batch_size: int) -> float:
+    """The mean over all batches, pools, draws and anchors of the weighed sum over the true one."""
+    ratios = []
+    for batch in itertools.combinations(range(6), batch_size):
+        means = dict.fromkeys(batch, 0.0)
+        for probability, offsets, place in trial.outcomes(batch):
+            _, plan = trial.step(batch, offsets, place)
+            for anchor in batch:
+                means[anchor] += probability * trial.weighed_sum(anchor, plan)
+        ratios += [mean / trial.exact_sum(anchor) for anchor, mean in means.items()]
+    return statistics.mean(ratios)
+
+
+EXACT = {
+    "plain": {},
+    "old memory": {"is_old": True},
+    "four draws": {"extra_encodes": 8.0, "is_old": True},
+    "pool": {"pool": 3, "is_old": True},
+    "two pairs share an item": {"shared": True, "is_old": True},
+    "listed positives": {"listed": True, "is_old": True},
+    "all at once": {"pool": 3, "shared": True, "listed": True, "is_old": True},
+}
+
+
+@pytest.mark.parametrize("arguments", EXACT.values(), ids=EXACT)
+def test_the_mean_of_the_sum_is_exact_for_a_batch_of_one(arguments: dict[str, Any]) -> None:
+    """The mean over all pools and draws: draws do not depend on who else is in the batch."""
+    trial = Trial(seed=0, **arguments)
+    for anchor in (0, 2, 5):
+        mean = sum(
+            probability * trial.weighed_sum(anchor, trial.step((anchor,), offsets, place)[1])
+            for probability, offsets, place in trial.outcomes((anchor,))
         )
-        shares = mean_shares(*(tensor[None] for tensor in given), torch.zeros(1, 1))[0]
-        expected = (batch_size - 1) / (num_items - 1) + num_draws * shares
-        # One number u places all draws, at (k + u)/R along the cumulative shares: what is drawn
-        # changes at these u.
-        cuts = sorted({0.0, 1.0, *(num_draws * shares.cumsum(dim=0) % 1).tolist()})
-        for low, high in itertools.pairwise(cuts):
-            if high - low > 1e-12:
-                drawn = sample(
-                    seen, num_draws, torch.tensor([(low + high) / 2], dtype=torch.float64)
-                )
-                number = torch.bincount(torch.cat([rows, drawn]), minlength=num_items)
-                total[rows] += (high - low) * (
-                    masses[rows] * number / expected.clamp(min=1e-300)
-                ).sum(dim=1)
-        count[rows] += 1
-    return total / count / masses.sum(dim=1)
+        assert mean == pytest.approx(trial.exact_sum(anchor), rel=1e-9)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("batch_size", "tau", "is_old", "low", "high"),
+    ("batch_size", "arguments", "low", "high"),
     [
-        (1, 0.2, False, 1 - 1e-9, 1 + 1e-9),
-        (1, 0.2, True, 1 - 1e-9, 1 + 1e-9),
-        (2, 0.07, False, 1.02, 1.04),
-        (2, 1.0, False, 1.11, 1.13),
-        (3, 1.0, False, 1.05, 1.065),
-        (3, 1.0, True, 1.03, 1.07),
+        (2, {"tau": 0.07}, 1.02, 1.04),
+        (2, {"tau": 1.0}, 1.11, 1.13),
+        (3, {"tau": 1.0}, 1.05, 1.065),
+        (3, {"tau": 1.0, "is_old": True}, 1.03, 1.07),
     ],
 )
-def test_mean_of_the_sum_over_all_batches_and_draws(
-    batch_size: int, tau: float, is_old: bool, low: float, high: float
+def test_the_mean_of_the_sum_is_a_few_percent_too_large_for_larger_batches(
+    batch_size: int, arguments: dict[str, Any], low: float, high: float
 ) -> None:
-    """Exact for a batch of one, whatever is remembered: draws do not depend on who else is in it;
-    else a few percent too large."""
-    found = []
-    for seed in range(10):
-        draws = torch.randn(
-            3, 6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-        )
-        left, right, old = normalize(draws, dim=2)
-        remembered = old if is_old else right
-        found.append(
-            mean_of_sum(left, right, remembered, batch_size, max(1, round(batch_size / 2)), tau)
-        )
-    assert low < float(torch.stack(found).mean()) < high
+    ratios = [mean_ratio(Trial(seed, **arguments), batch_size) for seed in range(3)]
+    assert low < statistics.mean(ratios) < high
+
+
+def mean_gradient(trial: Trial, batch_size: int) -> Tensor:
+    """(12, D) the mean over all batches and draws of the gradient in both tables."""
+    batches = list(itertools.combinations(range(6), batch_size))
+    total = torch.zeros(12, DIM, dtype=torch.float64)
+    for batch in batches:
+        for probability, offsets, place in trial.outcomes(batch):
+            losses, _ = trial.step(batch, offsets, place)
+            gradients = torch.autograd.grad(losses.mean(), [trial.left, trial.right])
+            total += probability / len(batches) * torch.cat(gradients)
+    return total
+
+
+def exact_gradient(trial: Trial) -> Tensor:
+    """(12, D) the gradient of the mean loss over the corpus, in both tables."""
+    losses = []
+    for anchor in range(6):
+        scores = trial.right @ trial.left[anchor] / trial.tau
+        negatives = [scores[item] for item in range(6) if item != anchor]
+        losses.append(torch.stack(negatives).logsumexp(dim=0) - scores[anchor])
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), [trial.left, trial.right])
+    return torch.cat(gradients)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("extra_encodes", [1.0, 4.0])
+@pytest.mark.parametrize("tau", [0.07, 1.0])
+def test_the_mean_gradient_is_exact_for_a_batch_of_one(extra_encodes: float, tau: float) -> None:
+    trial = Trial(seed=0, extra_encodes=extra_encodes, tau=tau)
+    assert relative_error(mean_gradient(trial, 1), exact_gradient(trial)) < 1e-9
+
+
+def test_without_draws_the_memory_gives_the_gradient_of_the_anchors() -> None:
+    trial = Trial(seed=0, extra_encodes=0.0)
+    found, expected = mean_gradient(trial, 1), exact_gradient(trial)
+    assert relative_error(found[:6], expected[:6]) < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("batch_size", "arguments", "high"),
+    [
+        (2, {}, 0.17),
+        (3, {}, 0.1),
+        (2, {"tau": 1.0}, 0.075),
+        (3, {"tau": 1.0}, 0.04),
+        (2, {"extra_encodes": 4.0}, 0.046),
+        (3, {"extra_encodes": 4.0}, 0.04),
+    ],
+)
+def test_the_bias_of_the_gradient_falls_with_batch_and_draws(
+    batch_size: int, arguments: dict[str, Any], high: float
+) -> None:
+    """The norm of the mean over all batches and draws less the exact one, over that of the exact
+    one."""
+    trial = Trial(seed=0, **arguments)
+    error = relative_error(mean_gradient(trial, batch_size), exact_gradient(trial))
+    assert 0.8 * high < error < high
+
+
+def test_a_step_remembers_its_batch_and_its_draws() -> None:
+    trial = Trial(seed=0, is_old=True)
+    trial.criterion.train()
+    _, plan = trial.step((1, 4), [0] * 6, 0.5)
+    met = sorted({1, 4, *plan.items[0].tolist()} - {-1})
+    assert len(met) == 3
+    expected = trial.remembered.clone()
+    expected[met] = trial.right.detach()[met]
+    found, is_known = trial.criterion.memories[0].recall(torch.arange(6), like=expected)
+    assert is_known.all()
+    assert torch.equal(found, expected)
 
 
 def encodes_of_last_epoch(criterion: GlobalCache) -> float:
