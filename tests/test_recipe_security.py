@@ -289,7 +289,9 @@ def test_modules_that_the_user_allows(canary: Canary) -> None:
         make_recipe(settings, allow_modules=[parts])
     for name in "abcd":
         for value in (f"{EVIL}.X", [f"{EVIL}.X"], call(f"{EVIL}.X")):
-            with pytest.raises(DualencError):
+            with pytest.raises(
+                DualencError, match=rf"{EVIL}.*(it must name a class|outside dualenc)"
+            ):
                 settings = recipe() | {"objective": call(f"{parts}.Odd", **{name: value})}
                 make_recipe(settings, allow_modules=[parts])
             canary.assert_silent()

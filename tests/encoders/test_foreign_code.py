@@ -80,7 +80,7 @@ def test_the_code_would_run(evil: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """What follows proves nothing unless the hooks work: transformers asks, and on "y" imports the
     code."""
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
-    with pytest.raises(Exception):  # noqa: B017, PT011  the class is no configuration
+    with pytest.raises(AttributeError, match="'Config' has no attribute"):
         transformers.AutoConfig.from_pretrained(evil)
     assert (evil.parent / "canary").exists()
 

@@ -184,22 +184,24 @@ def test_damage_is_noticed(tmp_path: Path, name: str, place: float | None) -> No
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"files": {"../../etc/passwd": "0" * 64}},
-        {"sizes": 7},
-        {"shard_rows": [-834, 833, 833]},
-        {"dim": 10**30},
-        {"dtype": "object"},
-        {"version": 99},
-        {"format": "dualenc index"},
+        ({"files": {"../../etc/passwd": "0" * 64}}, "its files are not those of the folder"),
+        ({"sizes": 7}, "its sizes are not those of the folder"),
+        ({"shard_rows": [-834, 833, 833]}, "shard_rows .* do not describe embeddings"),
+        ({"dim": 10**30}, "instead of float32 vectors of dimension 10+"),
+        ({"dtype": "object"}, "dtype object and .* do not describe embeddings"),
+        ({"version": 99}, "has format 99 of another dualenc"),
+        ({"format": "dualenc index"}, "not a folder of embeddings"),
     ],
 )
-def test_a_meta_that_describes_no_embeddings(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_meta_that_describes_no_embeddings(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     write(tmp_path / "emb")
     path = tmp_path / "emb" / "meta.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(DualencError):
+    with pytest.raises(DualencError, match=message):
         Embeddings.open(tmp_path / "emb")
 
 

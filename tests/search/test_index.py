@@ -155,21 +155,21 @@ def test_a_missing_file(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"files": {"../../etc/passwd": "0" * 64}},
-        {"dim": 10**30},
-        {"metric": "l2"},
-        {"side": {}},
-        {"search_parameters": 5},
-        {"version": 99},
-        {"format": "dualenc embeddings"},
+        ({"files": {"../../etc/passwd": "0" * 64}}, "its files are not those of the folder"),
+        ({"dim": 10**30}, "dim is 10+, but index.faiss has 16"),
+        ({"metric": "l2"}, "metric is 'l2', not cosine or ip"),
+        ({"side": {}}, "side is '{}', not left or right"),
+        ({"search_parameters": 5}, "'search_parameters' is an integer, not an object"),
+        ({"version": 99}, "has format 99 of another dualenc"),
+        ({"format": "dualenc embeddings"}, "not an index"),
     ],
 )
-def test_a_meta_that_describes_no_index(folder: Path, change: dict[str, Any]) -> None:
+def test_a_meta_that_describes_no_index(folder: Path, change: dict[str, Any], message: str) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps({**meta, **change}))
-    with pytest.raises(DualencError):
+    with pytest.raises(DualencError, match=message):
         Index.open(folder)
 
 

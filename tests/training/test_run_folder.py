@@ -85,30 +85,37 @@ def failing():
 
 
 MISTAKES = {
-    "metric": lambda: {"evaluator": FixedEvaluator(0.1, primary="foo")},
-    "first step": lambda: {"objective": failing()},
-    "sample": lambda: {"pairs": tiny_pairs(bad=tuple(range(24))), "on_error": "raise"},
+    "metric": (lambda: {"evaluator": FixedEvaluator(0.1, primary="foo")}, "primary is 'foo'"),
+    "first step": (lambda: {"objective": failing()}, "no first step"),
+    "sample": (
+        lambda: {"pairs": tiny_pairs(bad=tuple(range(24))), "on_error": "raise"},
+        r"pair (\d+): row \1: not readable",
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how"), [("metric", "overwrite"), ("first step", "overwrite"), ("sample", "resume")]
-)
-def test_a_mistake_before_the_first_step_leaves_no_folder_or_an_earlier_run(tmp_path, name, how):
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_before_the_first_step_leaves_no_folder_or_an_earlier_run(tmp_path, name):
     run = tmp_path / "a" / "b"
-    with pytest.raises(DualencError):
-        train(run, **MISTAKES[name]())
+    mistake, message = MISTAKES[name]
+    with pytest.raises(DualencError, match=message):
+        train(run, **mistake())
     assert list(tmp_path.iterdir()) == []
-    train(
-        run,
-        evaluator=FixedEvaluator(0.1, 0.2),
-        **({"max_steps": 5, "epochs": None} if how == "resume" else {}),
-    )
+    train(run, evaluator=FixedEvaluator(0.1, 0.2))
     before = contents(run)
-    with pytest.raises(DualencError):
-        train(run, **MISTAKES[name](), **{how: True})
+    with pytest.raises(DualencError, match=message):
+        train(run, **mistake(), overwrite=True)
     assert contents(run) == before
+
+
+@pytest.mark.slow
+def test_a_resume_with_other_data_leaves_an_earlier_run(tmp_path):
+    train(tmp_path / "run", max_steps=5, epochs=None)
+    before = contents(tmp_path / "run")
+    with pytest.raises(DualencError, match=r"another recipe or other data: data\.left_items was"):
+        train(tmp_path / "run", pairs=tiny_pairs(bad=(1,)), resume=True)
+    assert contents(tmp_path / "run") == before
 
 
 @pytest.mark.slow
