@@ -23,6 +23,31 @@ NUM_ITEMS, TAU = 20, 0.2
 DIM = 5
 
 
+def step_with_draws(
+    criterion: GlobalCache, offsets: list[int], place: float, **batch: Any
+) -> tuple[Tensor, CachePlan]:
+    """(X, A) the losses of a batch and its plan, with given offsets of the pool and place of the
+    draws."""
+    steps = []
+
+    def losses(anchors: Anchors, plan: CachePlan, outside: Tensor) -> Tensor:
+        steps.append((GlobalCache.losses(criterion, anchors, plan, outside), plan))
+        return steps[-1][0]
+
+    def integers(high: int, number: int, device: torch.device) -> Tensor:
+        return torch.tensor([*offsets, 0, 0, 0][:number])
+
+    def uniform(*shape: int, like: Tensor) -> Tensor:
+        return torch.full(shape, place, dtype=torch.float64)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(criterion, "losses", losses)
+        patch.setattr(criterion.draws, "integers", integers)
+        patch.setattr(criterion.draws, "uniform", uniform)
+        criterion(**batch)
+    return steps[0]
+
+
 @dataclass
 class Trial:
     """Six pairs, of which the left items are anchors: what they see, and what is remembered of it.
@@ -125,32 +150,18 @@ class Trial:
         self, batch: tuple[int, ...], offsets: list[int], place: float
     ) -> tuple[Tensor, CachePlan]:
         """(B,) the losses of the batch's left anchors with given draws, and the step's plan."""
-        criterion, steps = self.criterion, []
         rows, right_id = torch.tensor(batch), torch.tensor([self.right_id[row] for row in batch])
-
-        def losses(anchors: Anchors, plan: CachePlan, outside: Tensor) -> Tensor:
-            steps.append((GlobalCache.losses(criterion, anchors, plan, outside), plan))
-            return steps[-1][0]
-
-        def integers(high: int, number: int, device: torch.device) -> Tensor:
-            return torch.tensor([*offsets, 0, 0, 0][:number])
-
-        def uniform(*shape: int, like: Tensor) -> Tensor:
-            return torch.full(shape, place, dtype=torch.float64)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(criterion, "losses", losses)
-            patch.setattr(criterion.draws, "integers", integers)
-            patch.setattr(criterion.draws, "uniform", uniform)
-            criterion(
-                self.left[rows],
-                self.right[right_id],
-                rows,
-                right_id,
-                left_positives=torch.tensor([sorted(self.positives[row]) for row in batch]),
-                encode=lambda side, ids: (self.left if side == "left" else self.right)[ids],
-            )
-        losses, plan = steps[0]
+        losses, plan = step_with_draws(
+            self.criterion,
+            offsets,
+            place,
+            left=self.left[rows],
+            right=self.right[right_id],
+            left_id=rows,
+            right_id=right_id,
+            left_positives=torch.tensor([sorted(self.positives[row]) for row in batch]),
+            encode=lambda side, ids: (self.left if side == "left" else self.right)[ids],
+        )
         return losses[0], plan
 
     def weighed_sum(self, anchor: int, plan: CachePlan) -> float:
@@ -246,6 +257,40 @@ def test_the_mean_of_the_sum_is_exact_for_a_batch_of_one(arguments: dict[str, An
             for probability, offsets, place in trial.outcomes((anchor,))
         )
         assert mean == pytest.approx(trial.exact_sum(anchor), rel=1e-9)
+
+
+def test_the_mean_of_the_sum_is_exact_for_one_image_in_two_views() -> None:
+    """Views share the draws, and see no view of their own image; item 2i + v is view v of i."""
+    draw = torch.Generator().manual_seed(0)
+    tables = torch.randn(2, 6, DIM, generator=draw, dtype=torch.float64)
+    vectors, old = normalize(tables, dim=2)
+    criterion = GlobalCache(num_left=3, temperature=TAU, views=True).double().eval()
+    criterion.memories[0].write(torch.arange(6), old)
+    criterion.memories[0].count(6)
+    tau = float(criterion.temperature)
+    for image in range(3):
+        views = (2 * image, 2 * image + 1)
+        others = [item for item in range(6) if item not in views]
+        masses = [[math.exp(float(vectors[v] @ old[z]) / tau) for z in others] for v in views]
+        drawn = [sum(row[i] / sum(row) / 2 for row in masses) for i in range(4)]
+        means = [0.0, 0.0]
+        for item, probability, end in zip(others, drawn, itertools.accumulate(drawn)):
+            _, plan = step_with_draws(
+                criterion,
+                [0] * 6,
+                end - probability / 2,
+                left=vectors[views[:1],],
+                right=vectors[views[1:],],
+                left_id=torch.tensor([image]),
+                encode=lambda side, ids: vectors[2 * ids + (side == "right")],
+            )
+            column = plan.items[0].tolist().index(item)
+            for number, view in enumerate(views):
+                score = float(vectors[view] @ vectors[item]) / tau
+                weight = math.exp(float(plan.log_weights[0, column]) + score)
+                means[number] += probability * weight
+        exact = [sum(math.exp(float(vectors[v] @ vectors[z]) / tau) for z in others) for v in views]
+        assert means == pytest.approx(exact, rel=1e-9)
 
 
 @pytest.mark.slow
