@@ -18,7 +18,7 @@ from PIL import Image
 
 from dualenc.data.readers.images import is_image
 from dualenc.errors import DualencError, nearest
-from dualenc.io.decoding import open_image
+from dualenc.io.decoding import open_image, rgb_item
 from dualenc.io.reading import open_regular
 from dualenc.seeds import derive_seed
 from dualenc.types import Integers, Items, one_or_several
@@ -109,7 +109,7 @@ class CleanImages(CorruptedImages):
         return len(self.images)
 
     def image(self, index: int, corruption: str, severity: int) -> Image.Image:
-        return self.images[index].convert("RGB")
+        return rgb_item(self.images[index], f"image {index}")
 
 
 class GeneratedCorruptions(CorruptedImages):

@@ -7,7 +7,7 @@ import re
 import warnings
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import IO, Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -38,33 +38,27 @@ def decode_image(data: bytes, where: str) -> Image.Image:
     Raises:
         BadSample: the image cannot be decoded, or is too large.
     """
-    formats = _formats()
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"{len(data):,} bytes are more than {MAX_BYTES:,}")
-        with warnings.catch_warnings():
-            # Pixels are checked below.
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image: Image.Image = Image.open(io.BytesIO(data), formats=formats)
+        image = _open(io.BytesIO(data))
         max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
         if image.width * image.height > max_pixels:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
-        return _to_rgb(_upright(image))
+        # A copy does not refer to the file any more.
+        return _upright_rgb(image).copy()
     except UnidentifiedImageError:
-        reason = f"it is not an image of a known format: {', '.join(formats)}"
+        reason = f"it is not an image of a known format: {', '.join(_formats())}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
         # Without the address of the buffer that Pillow read from.
         reason = re.sub(r"<_io\.[^>]*>", "it", first_line(error))
-    problem = f"image cannot be decoded ({reason})"
-    raise BadSample(problem, fix="replace or remove it", where=where)
+    raise BadSample(f"image cannot be decoded ({reason})", fix="replace or remove it", where=where)
 
 
 def has_image_format(data: bytes) -> bool:
     """Return True if file contents begin like one of the supported formats."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            Image.open(io.BytesIO(data), formats=_formats())
+        _open(io.BytesIO(data))
     except UnidentifiedImageError:
         return False
     except Exception:  # Pillow's plugins raise many kinds on broken files
@@ -72,13 +66,21 @@ def has_image_format(data: bytes) -> bool:
     return True
 
 
-def _upright(image: Image.Image) -> Image.Image:
-    """Turn an image as its EXIF orientation says."""
-    return image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+def _open(stream: IO[bytes]) -> Image.Image:
+    """Read the header of an image of a supported format; callers check the number of pixels."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(stream, formats=_formats())
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image of any mode to RGB; `ValueError` if the range of its pixels is unknown."""
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    """Turn an image as its EXIF orientation says, and convert it to RGB with 8 bits.
+
+    Raise a `ValueError` if the range of its pixels is unknown.
+    """
+    image.load()  # a lazily opened file is read here
+    if image.getexif().get(_ORIENTATION, 1) != 1:
+        image = ImageOps.exif_transpose(image)
     # Pillow would clip these modes to 0 … 255. "I" reliably means 16 bits in PNG and PPM only.
     has_16_bits = image.mode == "I" and image.format in ("PNG", "PPM")
     if has_16_bits or image.mode.startswith("I;16"):
@@ -86,9 +88,11 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         # 65,535 / 257 = 255; adding 0.5 rounds, because the conversion to "L" truncates.
         image = integers.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode in ("I", "F"):
-        problem = f"its pixels (mode {image.mode}) have an unknown range"
-        raise ValueError(f"{problem}; save it with 8 or 16 bits")
-    return image.convert("RGB")
+        raise ValueError(
+            f"its pixels (mode {image.mode}) have an unknown range; save it with 8 or 16 bits"
+        )
+    # Converted to its own mode, an image would be copied.
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def rgb_item(item: Any, where: str) -> Any:
@@ -96,9 +100,7 @@ def rgb_item(item: Any, where: str) -> Any:
     if not isinstance(item, Image.Image):
         return item
     try:
-        item.load()  # a lazily opened file is read here
-        upright = _upright(item)
-        return upright if upright.mode == "RGB" else _to_rgb(upright)
+        return _upright_rgb(item)
     except (ValueError, OSError) as error:
         raise BadSample(f"image cannot be used ({error})", where=where) from None
 
@@ -120,13 +122,8 @@ def _formats() -> tuple[str, ...]:
 
 def has_image(path: StrPath) -> bool:
     """Return True if a file begins like a supported image, whatever its name."""
-    with (
-        suppress(OSError, DualencError, ValueError),
-        open_regular(path) as stream,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        Image.open(stream, formats=_formats())
+    with suppress(OSError, DualencError, ValueError), open_regular(path) as stream:
+        _open(stream)
         return True
     return False
 
@@ -139,6 +136,7 @@ def open_image(path: StrPath) -> Image.Image:
             data = stream.read(MAX_BYTES + 1)
     except (OSError, DualencError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = f"image cannot be read ({reason})"
-        raise BadSample(problem, fix="check the path", where=path) from None
+        raise BadSample(
+            f"image cannot be read ({reason})", fix="check the path", where=path
+        ) from None
     return decode_image(data, str(path))
