@@ -281,8 +281,9 @@ def recover_inside(folder: StrPath) -> None:
 def check_file_target(path: StrPath) -> None:
     """Raise if a file is to be written where a folder is."""
     if os.path.isdir(path):
-        problem = "is a folder, but the output is a file"
-        raise DualencError(problem, fix="name a file in it", where=path)
+        raise DualencError(
+            "is a folder, but the output is a file", fix="name a file in it", where=path
+        )
 
 
 def check_folder_target(
@@ -298,13 +299,15 @@ def check_folder_target(
     """
     folder = Path(folder)
     if is_replaced and os.path.ismount(os.path.realpath(folder)):
-        problem = "is a mount point, which cannot be replaced"
-        raise DualencError(problem, fix="name a folder in it", where=folder)
+        raise DualencError(
+            "is a mount point, which cannot be replaced", fix="name a folder in it", where=folder
+        )
     recover(folder)
     is_free = not folder.exists() or (folder.is_dir() and not os.listdir(folder))
     if not is_free and not (folder.is_dir() and is_ours(folder)):
-        problem = f"already exists and holds no {what}"
-        raise DualencError(problem, fix="choose a new or empty folder", where=folder)
+        raise DualencError(
+            f"already exists and holds no {what}", fix="choose a new or empty folder", where=folder
+        )
 
 
 def check_writable(folder: Path) -> None:
@@ -314,8 +317,9 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        problem = f"cannot be written ({error.strerror})"
-        raise DualencError(problem, fix="choose another --out", where=folder) from None
+        raise DualencError(
+            f"cannot be written ({error.strerror})", fix="choose another --out", where=folder
+        ) from None
 
 
 def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:
@@ -337,8 +341,7 @@ def consistent_read(folder: StrPath, read: Callable[[], Result]) -> Result:
             continue
         if version_of(meta) == generation:
             return result
-    problem = "other processes keep replacing it"
-    raise DualencError(problem, fix="try again later", where=folder)
+    raise DualencError("other processes keep replacing it", fix="try again later", where=folder)
 
 
 def version_of(path: Path) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 from dualenc.errors import DualencError
 from dualenc.types import StrPath
 
-Source = TypeVar("Source", bound="str | Path")
+Source = TypeVar("Source", bound=StrPath)
 
 _KINDS = {
     dict: "an object",
@@ -43,7 +43,7 @@ def with_home(source: Source) -> Source:
     text = str(source)
     if not text.startswith("~") or os.path.lexists(text):
         return source
-    return cast(Source, type(source)(os.path.expanduser(text)))
+    return cast(Any, type(source))(os.path.expanduser(text))
 
 
 def glob_files(pattern: str) -> list[Path]:
@@ -78,13 +78,11 @@ def read_json(source: StrPath) -> Any:
         with open_regular(source) as stream:
             return json.loads(stream.read().decode("utf-8-sig"))
     except FileNotFoundError:
-        problem = "no such file"
-        raise DualencError(problem, fix="is the folder complete?", where=source) from None
+        raise DualencError("no such file", fix="is the folder complete?", where=source) from None
     except DualencError:
         raise
     except (ValueError, RecursionError) as error:
-        problem = f"not valid JSON ({error})"
-        raise DualencError(problem, fix=_RECREATE, where=source) from None
+        raise DualencError(f"not valid JSON ({error})", fix=_RECREATE, where=source) from None
 
 
 def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -97,8 +95,9 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
     """
     value = read_json(source)
     if not isinstance(value, dict):
-        problem = f"holds {_KINDS[type(value)]} instead of an object"
-        raise DualencError(problem, fix=_RECREATE, where=source)
+        raise DualencError(
+            f"holds {_KINDS[type(value)]} instead of an object", fix=_RECREATE, where=source
+        )
     check_fields(value, kinds or {}, source)
     return value
 
@@ -120,5 +119,4 @@ def check_fields(value: Mapping[str, Any], kinds: Mapping[str, Any], source: Str
         if kind not in allowed:
             expected = " or ".join(_KINDS[each] for each in allowed)
             actual = _KINDS.get(kind, kind.__name__)
-            problem = f"{name!r} is {actual}, not {expected}"
-            raise DualencError(problem, fix=_RECREATE, where=source)
+            raise DualencError(f"{name!r} is {actual}, not {expected}", fix=_RECREATE, where=source)
