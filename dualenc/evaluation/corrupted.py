@@ -77,9 +77,7 @@ def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
 
     @torch.inference_mode()
     def encode(inputs: Inputs) -> np.ndarray:
-        on_device = {}
-        for name, tensor in inputs.items():
-            on_device[name] = tensor.to(device, non_blocking=True)
+        on_device = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
         return forward(on_device).float().cpu().numpy()
 
     return encode
@@ -128,10 +126,11 @@ class ImageVersions(Dataset[Any]):
             return index, error
         if not self.views:
             return index, self.prepare(images)
-        seeds = []
-        for view in range(self.views):
-            for name, severity in self.conditions:
-                seeds.append(derive_seed(self.seed, index, name, severity, view, bits=32))
+        seeds = [
+            derive_seed(self.seed, index, name, severity, view, bits=32)
+            for view in range(self.views)
+            for name, severity in self.conditions
+        ]
         return index, self.prepare(images * self.views, seeds)
 
 
@@ -355,8 +354,8 @@ def _rates_by_severity(rates: Any) -> list[Any]:
 
 
 def _is_rate(value: object) -> bool:
-    """Return True for a number from 0 to 1."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    """Return True for a number from 0 to 1, which a truth value of JSON is not."""
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
 
 
 def robustness_rows(
@@ -375,9 +374,8 @@ def robustness_rows(
     accuracies = 1 - errors
     means = accuracies.mean(axis=0, keepdims=True)
     for name, values in zip([*corruptions, "mean"], np.concatenate([accuracies, means])):
-        row: dict[str, str | float] = {"corruption": name}
-        for severity, value in zip(severities, values):
-            row[f"severity {severity}"] = float(value)
-        row["mean"] = float(values.mean())
-        rows.append(row)
+        accuracy_at = {
+            f"severity {severity}": float(value) for severity, value in zip(severities, values)
+        }
+        rows.append({"corruption": name, **accuracy_at, "mean": float(values.mean())})
     return rows

@@ -53,21 +53,19 @@ def match_captions(
     Raises:
         DualencError: if no pair is left.
     """
-    image_row = {number: row for row, number in enumerate(image_ids)}
-    text_row = {number: row for row, number in enumerate(text_ids)}
-    embedded = []
-    pairs = zip(left_id.tolist(), right_id.tolist(), strict=True)
-    for image_id, text_id in pairs:
-        if image_id in image_row and text_id in text_row:
-            embedded.append((image_row[image_id], text_row[text_id]))
-    if not embedded:
+    sides = []
+    for embedded_ids, own in ((image_ids, left_id), (text_ids, right_id)):
+        row_of = {number: row for row, number in enumerate(embedded_ids)}
+        sides.append([row_of.get(number, -1) for number in own.tolist()])
+    rows = np.array(sides, np.int64)  # (2, M)
+    is_embedded = (rows >= 0).all(axis=0)
+    if not is_embedded.any():
         raise DualencError(
             "no readable image has a readable caption", fix="check the columns of the data"
         )
-    # (M', 2) rows of the embedded images and texts, renumbered below without gaps.
-    rows = np.array(embedded, np.int64)
-    image_rows, image_of_pair = np.unique(rows[:, 0], return_inverse=True)
-    text_rows, text_of_pair = np.unique(rows[:, 1], return_inverse=True)
+    # Rows of the embedded images and texts, renumbered without gaps.
+    image_rows, image_of_pair = np.unique(rows[0, is_embedded], return_inverse=True)
+    text_rows, text_of_pair = np.unique(rows[1, is_embedded], return_inverse=True)
     captions: list[list[int]] = [[] for _ in image_rows]
     # Data sets may repeat a caption for the same image: it counts once.
     distinct = set(zip(image_of_pair.tolist(), text_of_pair.tolist()))

@@ -129,22 +129,15 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
     if sum(least) > room:
         return []
     # Headers over numbers are wrapped only if text would become too narrow otherwise.
-    natural = 0
-    for column in own:
-        if column.is_rigid:
-            natural += column.natural
-        else:
-            natural += max(column.least, min(column.wanted, 2 * MIN_TEXT))
+    readable = [
+        column.natural if column.is_rigid else max(column.least, min(column.wanted, 2 * MIN_TEXT))
+        for column in own
+    ]
     widths = least
-    if natural <= room:
-        for place, column in enumerate(own):
-            if column.is_rigid:
-                widths[place] = max(column.least, column.natural)
+    if sum(readable) <= room:
+        widths = [column.natural if column.is_rigid else column.least for column in own]
     # Paths, which can be shortened, grow last.
-    short = list(wanted)
-    for place, column in enumerate(own):
-        if column.is_path:
-            short[place] = min(column.wanted, MIN_PATH)
+    short = [min(column.wanted, MIN_PATH) if column.is_path else column.wanted for column in own]
     _grow(widths, short, room)
     _grow(widths, wanted, room)
     return widths
@@ -153,10 +146,7 @@ def _fit(columns: Sequence[_Column], chosen: Sequence[int], room: int) -> list[i
 def _grow(widths: list[int], targets: Sequence[int], room: int) -> None:
     """Widen the narrowest columns in turn, up to their targets, while there is room."""
     while sum(widths) < room:
-        growing = []
-        for number, width in enumerate(widths):
-            if width < targets[number]:
-                growing.append(number)
+        growing = [number for number, width in enumerate(widths) if width < targets[number]]
         if not growing:
             return
         narrowest = min(growing, key=widths.__getitem__)

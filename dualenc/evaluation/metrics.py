@@ -75,9 +75,10 @@ def score_queries(qrels: Qrels, run: Run, cutoffs: Sequence[int] = CUTOFFS) -> d
     measures.add("recip_rank")
     # pytrec_eval takes Python ints and floats only, not numpy scalars, and crashes if all grades of
     # a query are below -1.
-    grades = {}
-    for query, judged in qrels.items():
-        grades[query] = {name: max(int(grade), 0) for name, grade in judged.items()}
+    grades = {
+        query: {name: max(int(grade), 0) for name, grade in judged.items()}
+        for query, judged in qrels.items()
+    }
     evaluated = pytrec_eval.RelevanceEvaluator(grades, measures).evaluate(scores)
     return {query: _named_scores(evaluated.get(query, {}), cutoffs) for query in qrels}
 
@@ -103,11 +104,7 @@ def mean_scores(per_query: Mapping[str, Mapping[str, float]]) -> Scores:
         per_query: scores by metric by query id; at least one query.
     """
     names = next(iter(per_query.values()))
-    means = {}
-    for name in names:
-        values = [scores[name] for scores in per_query.values()]
-        means[name] = float(np.mean(values))
-    return means
+    return {name: float(np.mean([scores[name] for scores in per_query.values()])) for name in names}
 
 
 def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
@@ -117,12 +114,10 @@ def remove_self_matches(run: Run, qrels: Qrels) -> dict[str, dict[str, float]]:
         run: score of each retrieved document by query id.
         qrels: grades by query id; a judged document stays.
     """
-    remaining: dict[str, dict[str, float]] = {}
-    for query, documents in run.items():
-        judged = qrels.get(query, {})
-        remaining[query] = {
-            name: score for name, score in documents.items() if name != query or name in judged
-        }
+    remaining = {query: dict(documents) for query, documents in run.items()}
+    for query, documents in remaining.items():
+        if query not in qrels.get(query, {}):
+            documents.pop(query, None)
     return remaining
 
 

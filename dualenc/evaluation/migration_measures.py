@@ -110,9 +110,7 @@ def judged_scores(
     for name, (queries, documents) in systems.items():
         run = retrieve(query_ids, queries, document_ids, documents, depth=10, qrels=qrels)
         per_query = score_queries(qrels, run, (10,)).values()
-        scores[name] = {}
-        for metric in METRICS:
-            scores[name][metric] = np.array([own[metric] for own in per_query])
+        scores[name] = {metric: np.array([own[metric] for own in per_query]) for metric in METRICS}
     return scores
 
 
@@ -249,11 +247,11 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
     Raises:
         DualencError: if an entry is missing or of another type.
     """
-    is_valid = (
-        _are_facts(report.get("facts"))
-        and _are_systems(report.get("systems"))
-        and _are_shares(report.get("served"))
-    )
+    try:
+        is_valid = _is_complete(report["facts"], report["systems"], report["served"])
+    except (LookupError, TypeError, AttributeError):
+        # An entry is missing, or of another type.
+        is_valid = False
     if not is_valid:
         raise DualencError(
             "not the measurements of a migration",
@@ -262,38 +260,22 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
         )
 
 
-def _are_facts(facts: Any) -> bool:
-    """Return True for settings by name."""
-    if not isinstance(facts, dict):
-        return False
-    return all(value is None or isinstance(value, str | int | float) for value in facts.values())
-
-
-def _are_systems(systems: Any) -> bool:
-    """Return True for rows of `summarize` that include the old and the new model."""
-    if not isinstance(systems, list) or not systems or not isinstance(systems[-1], dict):
-        return False
+def _is_complete(facts: Any, systems: Any, served: Any) -> bool:
+    """Return True for settings by name, rows of `summarize`, and shares that are measured."""
     # The last system is the new model; the others have the same columns.
     columns = systems[-1].keys()
-    if not columns >= {"system", "recall@10"}:
-        return False
-    for row in systems:
-        if not isinstance(row, dict) or row.keys() != columns:
-            return False
-        if not all(_is_interval(row[name]) for name in columns - {"system"}):
-            return False
-    names = {str(row["system"]) for row in systems}
-    return {OLD, NEW} <= names
-
-
-def _are_shares(served: Any) -> bool:
-    """Return True for a list of shares that a migration measures."""
-    if not isinstance(served, list) or not served:
-        return False
-    return all(share in SHARES for share in served)
+    values = [row[name] for row in systems for name in columns - {"system"}]
+    return (
+        all(value is None or isinstance(value, str | int | float) for value in facts.values())
+        and {"system", "recall@10"} <= columns
+        and all(row.keys() == columns for row in systems)
+        and all(map(_is_interval, values))
+        and {OLD, NEW} <= {row["system"] for row in systems}
+        and bool(served)
+        and all(share in SHARES for share in served)
+    )
 
 
 def _is_interval(value: Any) -> bool:
     """Return True for a mean with its lower and upper bound."""
-    is_triple = isinstance(value, list) and len(value) == 3
-    return is_triple and all(type(number) in (int, float) for number in value)
+    return len(value) == 3 and all(type(number) in (int, float) for number in value)

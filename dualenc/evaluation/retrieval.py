@@ -103,9 +103,7 @@ def report_self_matches(name: str, collection: RetrievalSet, keep_self_matches: 
     shared = set(collection.queries.ids) & set(collection.corpus.ids)
     if len(shared) <= len(collection.queries) / 100 or not distributed.is_main():
         return
-    judged = 0
-    for query in shared:
-        judged += query in collection.qrels[query]
+    judged = sum(query in collection.qrels[query] for query in shared)
     others = "removed as copies of their queries (keep_self_matches keeps them)"
     if keep_self_matches:
         others = "kept, too"
@@ -231,25 +229,25 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
     Args:
         results: results of systems on collections.
     """
-    rows: list[dict[str, object]] = []
+    rows = []
     for result in results:
-        row: dict[str, object] = {
-            "data": result.dataset,
-            "system": result.system,
-            "queries": len(result.per_query),
-            "documents": result.num_documents,
-        }
-        row |= {name: result.means[name] for name in HEADLINES}
-        rows.append(row)
+        sizes = (len(result.per_query), result.num_documents)
+        rows.append(_summary_row(result.dataset, result.system, sizes, result.means))
     # The mean of one collection would repeat its row.
     if len({result.dataset for result in results}) > 1:
         for system, means in means_by_system(results).items():
-            row = {"data": "mean", "system": system}
             # Dashes: sizes do not have a mean worth reading.
-            row |= {"queries": None, "documents": None}
-            row |= {name: means[name] for name in HEADLINES}
-            rows.append(row)
+            rows.append(_summary_row("mean", system, (None, None), means))
     return rows
+
+
+def _summary_row(
+    dataset: str, system: str, sizes: tuple[int | None, int | None], means: Scores
+) -> dict[str, object]:
+    """Return a row of the summary table: names, sizes, and the metrics of `HEADLINES`."""
+    names = {"data": dataset, "system": system}
+    counts = dict(zip(("queries", "documents"), sizes))
+    return {**names, **counts, **{name: means[name] for name in HEADLINES}}
 
 
 def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Run, Scores
 from dualenc.io.files import atomic_path
+from dualenc.io.reading import is_utf8
 from dualenc.types import StrPath
 
 
@@ -67,10 +68,8 @@ def check_trec_names(names: Iterable[str], what: str) -> None:
         DualencError: if a name is empty, has white space or is not UTF-8.
     """
     for name in names:
-        is_word = len(name.split()) == 1 and name.strip() == name
         # Lone surrogates, from file names that are not UTF-8, crash trec_eval.
-        is_utf8 = name.encode(errors="ignore").decode() == name
-        if not is_word or not is_utf8:
+        if name.split() != [name] or not is_utf8(name):
             raise DualencError(
                 f"{what} {name!r} is empty, holds white space or is not UTF-8, "
                 "which TREC files cannot store",

@@ -139,9 +139,6 @@ def zero_shot_accuracy(
         if k == 1 or k < num_classes:
             scores[f"top@{k}"] = float(np.mean(ranks <= k))
     # Only classes that occur: a test set may lack some.
-    per_class = []
-    for number in np.unique(labels):
-        own = ranks[labels == number]
-        per_class.append(float(np.mean(own <= 1)))
+    per_class = [np.mean(ranks[labels == number] <= 1) for number in np.unique(labels)]
     scores["mean_per_class"] = float(np.mean(per_class))
     return scores
