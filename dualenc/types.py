@@ -35,6 +35,11 @@ Vectors: TypeAlias = "npt.NDArray[np.floating]"
 Integers: TypeAlias = "npt.NDArray[np.integer]"
 
 
+def opposite(side: Side) -> Side:
+    """Return the other side."""
+    return "right" if side == "left" else "left"
+
+
 class Items(Protocol):
     """Raw items by position: `str`, RGB `PIL.Image`, or `np.ndarray` (D,). A list qualifies."""
 
@@ -47,8 +52,9 @@ def check_several(argument: str, values: object) -> None:
     """Raise if a single string is given where several are expected."""
     if isinstance(values, (str, bytes)):
         shown = repr(values[:60])
-        problem = f"{shown} is one text, not a list of texts"
-        raise DualencError(problem, fix=f"give [{shown}]", where=argument)
+        raise DualencError(
+            f"{shown} is one text, not a list of texts", fix=f"give [{shown}]", where=argument
+        )
 
 
 def one_or_several(values: Iterable[Value] | str) -> Iterable[Value] | list[str]:

@@ -5,16 +5,12 @@ from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.data.ragged import Ragged
 from dualenc.data.readers.beir import BeirPairs, read_beir
+from dualenc.data.readers.captioned_images import ImageFolderPairs
 from dualenc.data.readers.clicks import IndexPairs, split_by_documents
+from dualenc.data.readers.image_views import ImageFolderViews, ImageViews, TableViews
+from dualenc.data.readers.mined_pairs import MinedPairs
 from dualenc.data.readers.sources import open_corpus, open_pairs
-from dualenc.data.readers.table_pairs import (
-    ImageFolderPairs,
-    ImageFolderViews,
-    ImageViews,
-    MinedPairs,
-    TablePairs,
-    TableViews,
-)
+from dualenc.data.readers.table_pairs import TablePairs
 from dualenc.data.readers.vectors import VectorPairs
 from dualenc.data.readers.webdataset import WebDatasetPairs
 from dualenc.io.decoding import open_image

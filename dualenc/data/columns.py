@@ -13,19 +13,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.types
 from PIL import Image
 
 from dualenc.data.bad_rows import report_once
 from dualenc.data.item_lists import Picked, VectorItems, VectorsById
+from dualenc.data.readers.column_kinds import kind_of_type
 from dualenc.data.readers.images import IMAGE_SUFFIXES, existing_file
-from dualenc.data.readers.tables import FILE, DataTable, is_list, kind_of_type
+from dualenc.data.readers.plain_types import is_list, is_type
+from dualenc.data.readers.tables import FILE, DataTable
 from dualenc.data.store.identity import file_identity
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Array, ShardedVectors
 from dualenc.errors import BadSample, DualencError, explain
 from dualenc.io.decoding import decode_image, has_image_format, open_image
-from dualenc.types import Items, Modality
+from dualenc.types import Integers, Items, Modality
 
 logger = logging.getLogger("dualenc.data")
 
@@ -83,7 +84,7 @@ class Column:
             # Checks every offset and character, so that a corrupt file cannot crash a worker.
             stored.validate(full=True)
         self.modality: Modality = modality or self._guess_modality(stored)
-        self.holds_strings = _is(self.array.type, *_STRINGS)
+        self.holds_strings = is_type(self.array.type, *_STRINGS)
         if not self._fits():
             raise DualencError(
                 f"column {name!r} holds {kind}, which cannot be read as {self.modality}",
@@ -95,20 +96,20 @@ class Column:
         """Return True if values of this Arrow type can have this modality."""
         kind = self.array.type
         if self.modality == "text":
-            return _is(kind, *_TEXT_LIKE)
-        if not _is(kind, "struct"):
-            return _is(kind, *_STRINGS, *_BYTES, "null")
+            return is_type(kind, *_TEXT_LIKE)
+        if not is_type(kind, "struct"):
+            return is_type(kind, *_STRINGS, *_BYTES, "null")
         parts = self._parts()
         for name, part in parts.items():
-            if not _is(part.type, *_RECORD_PARTS[name], "null"):
+            if not is_type(part.type, *_RECORD_PARTS[name], "null"):
                 return False
         return bool(parts)
 
     def _guess_modality(self, stored: pa.ChunkedArray) -> Modality:
-        if _is(stored.type, *_BYTES):
+        if is_type(stored.type, *_BYTES):
             return self._guess_modality_of_bytes(stored)
-        if not _is(stored.type, *_STRINGS):
-            return "image" if _is(stored.type, "struct") else "text"
+        if not is_type(stored.type, *_STRINGS):
+            return "image" if is_type(stored.type, "struct") else "text"
         texts = [str(value or "").strip() for value in _spread(stored, _VALUES_EXAMINED)]
         values = [text for text in texts if text]
         names = sum(value.lower().endswith(IMAGE_SUFFIXES) for value in values)
@@ -152,14 +153,14 @@ class Column:
         Bytes that are read as text become strings, null if they are not UTF-8.
         """
         array = self._stored()
-        if self.modality == "text" and _is(array.type, *_BYTES):
+        if self.modality == "text" and is_type(array.type, *_BYTES):
             return pa.chunked_array([_decode(chunk) for chunk in array.chunks], pa.large_string())
-        if _is(array.type, "floating"):
+        if is_type(array.type, "floating"):
             return pc.if_else(pc.is_nan(array), None, array)
         return array
 
     @cached_property
-    def rows(self) -> np.ndarray:
+    def rows(self) -> Integers:
         """Row of each value, (len(self),)."""
         array = self.dataset.data.column(self.name)
         rows = np.arange(len(array))
@@ -176,10 +177,10 @@ class Column:
         return self.array.to_pylist()
 
     @cached_property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Integers:
         """Bytes of each text or file content, (len(self),); 0 for other kinds of values."""
         contents = self._parts().get("bytes", self.array)
-        if _is(contents.type, *_STRINGS, *_BYTES):
+        if is_type(contents.type, *_STRINGS, *_BYTES):
             return pc.fill_null(pc.binary_length(contents), 0).to_numpy()
         return np.zeros(len(self), dtype=np.int64)
 
@@ -191,9 +192,9 @@ class Column:
         result = np.zeros(len(self), dtype=bool)
         for array in self._parts().values():
             filled = pc.is_valid(array)
-            if _is(array.type, *_STRINGS, *_BYTES):
+            if is_type(array.type, *_STRINGS, *_BYTES):
                 filled = pc.and_(filled, pc.greater(pc.binary_length(array), 0))
-            if _is(array.type, *_STRINGS):
+            if is_type(array.type, *_STRINGS):
                 filled = pc.and_(filled, pc.match_substring_regex(array, _NOT_BLANK))
             result |= pc.fill_null(filled, False).to_numpy()
         return result
@@ -201,7 +202,7 @@ class Column:
     def _parts(self) -> dict[str, pa.ChunkedArray]:
         """Return contents and paths of records by these names, other values by column name."""
         kind = self.array.type
-        if not _is(kind, "struct"):
+        if not is_type(kind, "struct"):
             return {self.name: self.array}
         names = [name for name in _RECORD_PARTS if kind.get_field_index(name) >= 0]
         return {name: pc.struct_field(self.array, name) for name in names}
@@ -238,12 +239,7 @@ def _decode(array: pa.Array) -> pa.Array:
         return pa.array(texts, pa.large_binary()).cast(pa.large_string())
 
 
-def _is(kind: pa.DataType, *names: str) -> bool:
-    """Return True if `pyarrow.types.is_NAME` is true of an Arrow type for one of the names."""
-    return any(getattr(pyarrow.types, f"is_{name}")(kind) for name in names)
-
-
-def _list_lengths(lists: pa.ChunkedArray) -> np.ndarray:
+def _list_lengths(lists: pa.ChunkedArray) -> Integers:
     return pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
@@ -395,7 +391,7 @@ class ItemColumn:
     table: DataTable
     modality: Modality
     is_list: bool
-    rows: np.ndarray
+    rows: Integers
     items: Items
     faults: Faults
 
@@ -413,7 +409,7 @@ class ItemColumn:
         return replace(self, faults={**self.faults, reason: (bad & self.usable(), fix)})
 
     def skip(
-        self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | np.ndarray = ()
+        self, among: np.ndarray | bool = True, empty_rows: Sequence[int] | Integers = ()
     ) -> None:
         """Count faulty values in the mask `among` (n,), and `empty_rows`, as bad samples."""
         for reason, (mask, fix) in self.faults.items():
@@ -456,10 +452,7 @@ def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) ->
     column = Column(table, name, "text", lists=True)
     filled = column.filled()
     names = ["" if value is None else str(value) for value in column.values()]
-    positions = rows_of(ids, names)
-    missing = np.flatnonzero(positions < 0)
-    # pandas writes id 7 as 7.0 beside missing ids.
-    positions[missing] = rows_of(ids, [names[value].removesuffix(".0") for value in missing])
+    positions = positions_of(ids, names)
     faults = {
         f"no id in column {name!r}": (~filled, "fill it in or remove the row"),
         "id without a vector": (
@@ -472,10 +465,19 @@ def read_ids(table: DataTable, name: str, ids: Sequence[str], vectors: Items) ->
     return ItemColumn(table, "vector", column.is_list, column.rows, items, faults)
 
 
+def positions_of(ids: Sequence[str], names: Sequence[str]) -> Integers:
+    """Return the position of each name (n,) among ids, -1 if unknown."""
+    positions = rows_of(ids, names)
+    missing = np.flatnonzero(positions < 0)
+    # pandas writes id 7 as 7.0 beside missing ids.
+    positions[missing] = rows_of(ids, [names[row].removesuffix(".0") for row in missing.tolist()])
+    return positions
+
+
 def _read_vectors(table: DataTable, name: str) -> ItemColumn:
     array = table.column(name)
     kind = array.type.value_type if is_list(array.type) else pa.null()
-    if not _is(kind, "floating", "integer"):
+    if not is_type(kind, "floating", "integer"):
         raise DualencError(
             f"column {name!r} holds {array.type}, not vectors",
             fix="name a column of lists of numbers",

@@ -17,13 +17,14 @@ from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.pairs import PairDataset, by_position
 from dualenc.data.ragged import distinct
+from dualenc.data.readers.column_names import is_none
 from dualenc.data.readers.images import ImageFiles, find_images, printable_names
 from dualenc.data.readers.tables import DataTable, TableSource
 from dualenc.data.store.identity import digest_of, items_identity
 from dualenc.data.store.metadata import metadata_columns
 from dualenc.errors import DualencError
 from dualenc.io.decoding import rgb_item
-from dualenc.types import Items, Modality, Side, check_several
+from dualenc.types import Integers, Items, Modality, Side, check_several
 
 SNIPPET_LENGTH = 240
 MAX_DOCUMENTS = 100_000
@@ -70,7 +71,8 @@ class Corpus:
         self.ids = list(ids)
         self.items = by_position(items)
         self.modality = modality
-        self.labels = None if labels is None else np.asarray(labels, dtype=np.int64)
+        numbers = None if labels is None else np.asarray(labels, dtype=np.int64)
+        self.labels: Integers | None = numbers
         self.class_names = None if class_names is None else list(class_names)
         self.columns = columns
         if len(self.ids) != len(self.items):
@@ -109,7 +111,7 @@ class Corpus:
             parts += [digest_of(self.labels), digest_of(self.class_names or [])]
         return digest_of(parts)
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Corpus:
+    def take(self, rows: Sequence[int] | Integers) -> Corpus:
         """Return the items of some rows, in that order, with their labels and columns."""
         rows = np.asarray(rows, dtype=np.int64)
         return Corpus(
@@ -162,7 +164,7 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     """
     pairs = pairs.relevant()
     # A BEIR folder has ids of its documents: equal texts with two ids are judged separately there.
-    items = np.arange(pairs.num_right)
+    items: Integers = np.arange(pairs.num_right)
     if not hasattr(pairs, "queries"):
         items = distinct(pairs.first_equal("right"))
         pairs = pairs.merged()
@@ -193,15 +195,14 @@ def held_out(pairs: PairDataset, most: int = MAX_DOCUMENTS) -> RetrievalSet:
     return RetrievalSet(queries, corpus, qrels)
 
 
-def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, np.ndarray]:
+def used_items(pairs: PairDataset, side: Side) -> tuple[Corpus, Integers]:
     """Return the items of a side that belong to a pair, and each pair's row among them."""
-    modality = pairs.left_modality if side == "left" else pairs.right_modality
     used, rows = np.unique(pairs.item_ids(side), return_inverse=True)
     items = Picked(pairs.items(side), used)
-    return Corpus(_side_ids(side, used), items, modality), rows
+    return Corpus(_side_ids(side, used), items, pairs.modality(side)), rows
 
 
-def _side_ids(side: Side, items: np.ndarray) -> list[str]:
+def _side_ids(side: Side, items: Integers) -> list[str]:
     """Return prefixed names of a side's items, so that removing self-matches drops no documents."""
     return [f"{side}-{item}" for item in items]
 
@@ -226,9 +227,11 @@ def table_corpus(
         optional: columns that the table may lack.
         title_column: column of titles to prepend to texts.
         label_column: column of image classes.
-        id_column: column of ids; None for row numbers.
+        id_column: column of ids; None or "none" for row numbers.
         columns: further columns to keep for filters.
     """
+    if is_none(id_column):
+        id_column = None
     kind = "vector" if modality == "vector" else source.kinds.get(main_column, "value")
     # A column may have two roles, such as text and filter; the main column keeps its kind.
     others = [
@@ -275,10 +278,9 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
     """Return the id of each row in a column, None if missing; row numbers without a column."""
     if id_column is None:
         return [str(row) for row in range(len(table))]
-    names: list[str | None] = []
-    for value in Column(table, id_column, "text").values():
-        text = None if value is None else str(value)
-        names.append(text if text and text.strip() else None)
+    values = Column(table, id_column, "text").values()
+    texts = ["" if value is None else str(value) for value in values]
+    names = [text if text.strip() else None for text in texts]
     # Only if all ids are integers: among texts, "nan" and "7.0" are ids like any other.
     if all(name is None or _WHOLE_ID.fullmatch(name) for name in names):
         names = [None if name == "nan" else name for name in names]
@@ -292,11 +294,11 @@ def row_ids(table: DataTable, id_column: str | None) -> list[str | None]:
 
 def distinct_ids(
     names: Sequence[str | None],
-    rows: np.ndarray,
+    rows: Integers,
     bad_rows: BadRows,
     position_of: Callable[[int], str],
     what: str,
-) -> tuple[list[str], np.ndarray]:
+) -> tuple[list[str], Integers]:
     """Return the ids (n,) of some rows, and their rows (n,), without missing and repeated ids.
 
     Args:

@@ -18,13 +18,13 @@ from tqdm import tqdm
 from dualenc.data.store.identity import contents, item_identity
 from dualenc.data.store.vector_shards import Array
 from dualenc.errors import BadSample
-from dualenc.types import Items
+from dualenc.types import Integers, Items
 
 
 class Picked:
     """Some items of another collection, in the order of `positions`."""
 
-    def __init__(self, items: Items, positions: np.ndarray) -> None:
+    def __init__(self, items: Items, positions: Integers) -> None:
         self.items = items
         self.positions = np.asarray(positions, dtype=np.int64)
 
@@ -32,7 +32,6 @@ class Picked:
         return len(self.positions)
 
     def __getitem__(self, index: int) -> Any:
-
         return self.items[int(self.positions[index])]
 
     def item_identity(self, row: int, read: bool) -> bytes:
@@ -109,10 +108,10 @@ def item_key(items: Items, row: int) -> Any:
     return items.key(row) if hasattr(items, "key") else items[row]
 
 
-def number_items(
-    items: Items, positions: np.ndarray, deduplicate: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Assign equal numbers to items with equal keys, by 128-bit digests (16 MB per million).
+def distinct_items(
+    items: Items, positions: Integers, deduplicate: bool = True
+) -> tuple[Picked, Integers]:
+    """Find equal items by 128-bit digests of their keys (16 MB per million).
 
     A collection may have `key_sizes` (N,): a key of a unique size is distinct without being read.
 
@@ -122,11 +121,11 @@ def number_items(
         deduplicate: False to give each position its own number.
 
     Returns:
-        The position of the first of each distinct item (k,), in order of appearance; the number in
-        [0, k) of each position (n,).
+        The first of each distinct item, k in order of appearance; the number in [0, k) of each
+        position (n,).
     """
     if not deduplicate:
-        return positions, np.arange(len(positions))
+        return Picked(items, positions), np.arange(len(positions))
     # 128 bits: with 64, two of a few billion items would collide by chance.
     # An item that is not read, or cannot be, gets its row as digest: it is equal to none.
     digests = np.arange(len(positions)).astype("S16")
@@ -144,4 +143,4 @@ def number_items(
     # It gets Python bytes, because it would cut NumPy's fixed-length bytes at the first zero.
     number = pa.array(digests.tolist(), pa.binary()).dictionary_encode().indices.to_numpy()
     _, first = np.unique(number, return_index=True)
-    return np.asarray(positions)[first], number
+    return Picked(items, np.asarray(positions)[first]), number

@@ -11,15 +11,16 @@ from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import Column
 from dualenc.data.readers.tables import DataTable
 from dualenc.errors import DualencError
+from dualenc.types import Integers
 
-Labels = tuple[np.ndarray, list[str]]
+ClassLabels = tuple[Integers, list[str]]
 """Class numbers (N,) int64, -1 where there is none, and the name of each class number."""
 _WHOLE_LABEL = re.compile(r"-?[0-9]{1,6}(\.0)?|nan")
 # Larger numbers are keys of something else, and a list of their names would fill memory.
 _CLASS_NUMBER = re.compile("-?[0-9]{1,6}")
 
 
-def labels_of_names(names: Sequence[str]) -> Labels:
+def labels_of_names(names: Sequence[str]) -> ClassLabels:
     """Assign numbers to class names in sorted order; integers below a million keep their value."""
     if all(_CLASS_NUMBER.fullmatch(name) for name in names):
         numbers = np.array(names, dtype=np.int64)
@@ -30,7 +31,7 @@ def labels_of_names(names: Sequence[str]) -> Labels:
     return numbers, classes.tolist()
 
 
-def labels_of_column(table: DataTable, name: str) -> Labels | None:
+def labels_of_column(table: DataTable, name: str) -> ClassLabels | None:
     """Return the labels in a column of class numbers or names; None without any.
 
     `datasets.ClassLabel` provides names for numbers.
@@ -52,9 +53,7 @@ def labels_of_column(table: DataTable, name: str) -> Labels | None:
     return numbers, getattr(table.dataset.features[name], "names", None) or class_names
 
 
-def rows_with_label(
-    labels: np.ndarray, source: object, ids: Sequence[str] | None = None
-) -> np.ndarray:
+def rows_with_label(labels: Integers, source: object, ids: Sequence[str] | None = None) -> Integers:
     """Return the rows (n,) whose label (N,) is a class; report the others as bad samples."""
     without = np.flatnonzero(labels < 0)
     if len(without):
@@ -65,7 +64,7 @@ def rows_with_label(
     return np.flatnonzero(labels >= 0)
 
 
-def labels_of_folders(names: Sequence[str]) -> Labels | None:
+def labels_of_folders(names: Sequence[str]) -> ClassLabels | None:
     """Return the first folder of each relative file name as its class.
 
     None unless every file is in a folder.
@@ -76,8 +75,8 @@ def labels_of_folders(names: Sequence[str]) -> Labels | None:
 
 
 def align_labels(
-    labels: np.ndarray, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
-) -> np.ndarray:
+    labels: Integers, names: Sequence[str] | None, onto: Sequence[str] | None, what: str
+) -> Integers:
     """Convert class numbers (N,) to the numbering of another source, by class name.
 
     A name matches an equal name, or one that begins with it as a word ("n01443537" and "n01443537

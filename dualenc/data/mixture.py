@@ -13,7 +13,7 @@ from dualenc.data.item_lists import Joined
 from dualenc.data.pairs import PairDataset, Ragged
 from dualenc.data.store.identity import digest_of
 from dualenc.errors import DualencError
-from dualenc.types import Side
+from dualenc.types import Integers, Side
 
 SourceBatches = Literal["mixed", "one_source"]
 
@@ -68,6 +68,7 @@ class Mixture(PairDataset):
         self.source_weights = {**dict.fromkeys(self.sources, 1.0), **(weights or {})}
         _check_names("weights", self.source_weights, self.sources)
         for name, weight in self.source_weights.items():
+            # Also refuses NaN, which compares as False.
             if not 0 < weight < sys.float_info.max:
                 raise DualencError(
                     f"the weight of {name} is {weight}",
@@ -84,14 +85,13 @@ class Mixture(PairDataset):
         self.skipped = sum(part.skipped for part in parts)
         self.sizes = [len(part) for part in parts]
         left_items = _joined_items("left", self.sources, left)
+        # Views share one collection, so that each image is decoded once.
         right_items = left_items if self.views else _joined_items("right", self.sources, right)
         super().__init__(
             left_items,
             right_items,
-            np.concatenate([part.left_id + first for part, first in zip(parts, left_items.starts)]),
-            np.concatenate(
-                [part.right_id + first for part, first in zip(parts, right_items.starts)]
-            ),
+            _joined_ids([part.left_id for part in parts], left_items.starts),
+            _joined_ids([part.right_id for part in parts], right_items.starts),
             negatives=_joined_negatives(parts, right_items.starts),
             weights=_joined_weights(parts),
             left_modality=parts[0].left_modality,
@@ -123,16 +123,16 @@ class Mixture(PairDataset):
 
     def identities(self) -> dict[str, str]:
         """Return the checksums of each source by name, and the arguments of the mixture."""
-        checksums: dict[str, str] = {}
-        for name, part in self.sources.items():
-            for what, checksum in part.identities().items():
-                checksums[f"{name}.{what}"] = checksum
-        for name, weight in self.source_weights.items():
-            checksums[f"{name}.weight"] = f"{weight:g}"
-        for name, prompts in self.prompts.items():
-            checksums[f"{name}.prompts"] = digest_of(prompts)
+        checksums = {
+            f"{name}.{what}": checksum
+            for name, part in self.sources.items()
+            for what, checksum in part.identities().items()
+        }
+        weights = {f"{name}.weight": f"{weight:g}" for name, weight in self.source_weights.items()}
+        prompts = {f"{name}.prompts": digest_of(own) for name, own in self.prompts.items()}
         # The order of the sources decides the ids, so it is part of `identity`.
-        return checksums | {"sources": ", ".join(self.sources), "batches": self.batches}
+        order = {"sources": ", ".join(self.sources), "batches": self.batches}
+        return checksums | weights | prompts | order
 
 
 def _check_sources(sources: Mapping[str, PairDataset]) -> None:
@@ -206,14 +206,14 @@ def _joined_negatives(parts: Sequence[PairDataset], starts: Sequence[int]) -> Ra
     """Return the mined negatives of all sources by their ids in the mixture."""
     if all(part.negatives is None for part in parts):
         return None
-    values = []
-    lengths = []
-    for part, start in zip(parts, starts):
-        negatives = part.negatives or Ragged.from_rows([[]] * len(part))
-        # Right ids of a source begin at `start` in the mixture.
-        values.append(negatives.values + start)
-        lengths.append(negatives.lengths)
-    return Ragged.from_lengths(np.concatenate(values), np.concatenate(lengths))
+    negatives = [part.negatives or Ragged.from_rows([[]] * len(part)) for part in parts]
+    values = _joined_ids([own.values for own in negatives], starts)
+    return Ragged.from_lengths(values, np.concatenate([own.lengths for own in negatives]))
+
+
+def _joined_ids(parts: Sequence[Integers], starts: Sequence[int]) -> Integers:
+    """Concatenate the item ids of sources, whose items begin at `starts` in the mixture."""
+    return np.concatenate([part + start for part, start in zip(parts, starts)])
 
 
 def _joined_weights(parts: Sequence[PairDataset]) -> np.ndarray | None:

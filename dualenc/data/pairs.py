@@ -16,7 +16,7 @@ from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.store.identity import contents, digest_of, items_identity
 from dualenc.errors import BadSample, DualencError
 from dualenc.io.decoding import rgb_item
-from dualenc.types import Items, Modality, Side
+from dualenc.types import Integers, Items, Modality, Side, opposite
 
 
 def by_position(items: Items) -> Items:
@@ -139,7 +139,7 @@ class PairDataset:
         self._positives_of: PairDataset | None = None
         # These depend on the items alone, so all parts of these pairs (`take`) share them. The
         # hashes behind them take minutes for millions of items.
-        self._contents: dict[Side, np.ndarray] = {}
+        self._contents: dict[Side, Integers] = {}
         self._alike: dict[Side, Alike | None] = {}
 
     @property
@@ -196,7 +196,15 @@ class PairDataset:
         """Return the raw items of a side."""
         return self.left_items if side == "left" else self.right_items
 
-    def item_ids(self, side: Side) -> np.ndarray:
+    def modality(self, side: Side) -> Modality:
+        """Return the modality of a side's items."""
+        return self.left_modality if side == "left" else self.right_modality
+
+    @property
+    def _are_texts(self) -> bool:
+        return self.left_modality == self.right_modality == "text"
+
+    def item_ids(self, side: Side) -> Integers:
         """Return each pair's item of a side, (M,)."""
         return self.left_id if side == "left" else self.right_id
 
@@ -226,7 +234,7 @@ class PairDataset:
         """Return one checksum of all `identities`."""
         return digest_of(self.identities().values())
 
-    def positives(self, side: Side, ids: np.ndarray) -> np.ndarray:
+    def positives(self, side: Side, ids: Integers) -> Integers:
         """Return the opposite-side ids that are positive with each id (n,) of a side.
 
         The result is (n, K), ascending, padded with -1.
@@ -234,13 +242,13 @@ class PairDataset:
         if self._positives_of is not None:
             return self._positives_of.positives(side, ids)
         if side not in self._positives:
-            partners = self.item_ids("right" if side == "left" else "left")
+            partners = self.item_ids(opposite(side))
             self._positives[side] = Ragged.from_pairs(
                 self.item_ids(side), partners, len(self.items(side))
             )
         return self._positives[side].padded(np.asarray(ids, dtype=np.int64))
 
-    def contents(self, side: Side) -> np.ndarray:
+    def contents(self, side: Side) -> Integers:
         """Return a number for each item of a side, (N,), the same for equal items.
 
         If both sides are texts, numbers are comparable across sides.
@@ -249,8 +257,7 @@ class PairDataset:
             left = self._hashes("left")
             right = left if self.views else self._hashes("right")
             # Texts of both sides are numbered together, to find copies across sides.
-            is_text = self.left_modality == self.right_modality == "text"
-            if is_text:
+            if self._are_texts:
                 numbers = _numbers_of_hashes([left, right])
             else:
                 numbers = [_numbers_of_hashes([part])[0] for part in (left, right)]
@@ -259,17 +266,15 @@ class PairDataset:
 
     def _hashes(self, side: Side) -> pa.Array:
         """Return a hash for each item of a side, (N,), valid in this process; null if unread."""
-        modality = self.left_modality if side == "left" else self.right_modality
-        are_texts = self.left_modality == self.right_modality == "text"
-        # Distinct texts are hashed all the same: a query may be equal to a document.
-        if self.has_distinct_items and not are_texts:
-            return pa.nulls(len(self.items(side)), pa.int64())
+        items = self.items(side)
         # Readers have compared images in files, which takes long; do not read them again.
-        if modality == "image" and not isinstance(self.items(side), (list, tuple)):
-            return pa.nulls(len(self.items(side)), pa.int64())
-        return _item_hashes(self.items(side))
+        are_files = self.modality(side) == "image" and not isinstance(items, (list, tuple))
+        # Distinct texts are hashed all the same: a query may be equal to a document.
+        if are_files or (self.has_distinct_items and not self._are_texts):
+            return pa.nulls(len(items), pa.int64())
+        return _item_hashes(items)
 
-    def first_equal(self, side: Side) -> np.ndarray:
+    def first_equal(self, side: Side) -> Integers:
         """Return the id of the first item of a side that is equal to each of them, (N,)."""
         numbers = self.contents(side)
         if self.has_distinct_items:
@@ -277,18 +282,16 @@ class PairDataset:
         _, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
         return first[inverse]
 
-    def copies(self, side: Side) -> np.ndarray | None:
+    def copies(self, side: Side) -> Integers | None:
         """Return the first opposite id with the same text as each item of a side, (N,), or -1.
 
         None unless both sides are texts.
         """
-        if not self.left_modality == self.right_modality == "text":
+        if not self._are_texts:
             return None
-        return _first_rows(
-            self.contents(side), self.contents("right" if side == "left" else "left")
-        )
+        return _first_rows(self.contents(side), self.contents(opposite(side)))
 
-    def not_negatives(self, side: Side, ids: np.ndarray) -> np.ndarray:
+    def not_negatives(self, side: Side, ids: Integers) -> Integers:
         """Return the opposite-side ids that must not be negatives of each id (n,) of a side.
 
         These are the `positives` of all items equal to it, items equal to one of these, and
@@ -310,20 +313,19 @@ class PairDataset:
         if self._positives_of is not None:
             return self._positives_of._alike_positives(side)
         if side not in self._alike:
-            opposite: Side = "right" if side == "left" else "left"
             own = self.contents(side)
-            other = self.contents(opposite)
+            other = self.contents(opposite(side))
             # Without equal items, `positives` by id says the same and costs less.
             is_distinct = all(len(distinct(numbers)) == len(numbers) for numbers in (own, other))
             self._alike[side] = None
             if not is_distinct:
                 shared = np.zeros(0, np.int64)
-                if self.left_modality == self.right_modality == "text":
+                if self._are_texts:
                     shared = np.intersect1d(own, other)
                 # Work on numbers of contents in place of ids. A text on both sides is a partner
                 # of itself: a query's copy among the documents must not be its negative.
                 pair_keys = own[self.item_ids(side)]
-                pair_values = other[self.item_ids(opposite)]
+                pair_values = other[self.item_ids(opposite(side))]
                 keys = np.concatenate([pair_keys, shared])
                 values = np.concatenate([pair_values, shared])
                 count = int(max(own.max(), other.max())) + 1
@@ -362,7 +364,7 @@ class PairDataset:
         # never treats them as negatives.
         return self.take(np.flatnonzero(~in_share), self), self.take(np.flatnonzero(in_share), self)
 
-    def take(self, rows: np.ndarray, positives_of: PairDataset | None = None) -> PairDataset:
+    def take(self, rows: Integers, positives_of: PairDataset | None = None) -> PairDataset:
         """Return the pairs at these rows (n,), over the same items.
 
         Args:
@@ -408,7 +410,7 @@ class PairDataset:
         known = self._positives_of
         return self.take(rows, None if known is None else known.relevant())
 
-    def pair_counts(self, side: Side) -> np.ndarray:
+    def pair_counts(self, side: Side) -> Integers:
         """Return the number of pairs per epoch in which each item of a side occurs, (N,)."""
         return np.bincount(self.item_ids(side), minlength=len(self.items(side)))
 
@@ -426,11 +428,11 @@ class Alike(NamedTuple):
         members: opposite items with each number.
     """
 
-    own: np.ndarray
+    own: Integers
     partners: Ragged
     members: Ragged
 
-    def padded(self, ids: np.ndarray) -> np.ndarray:
+    def padded(self, ids: Integers) -> Integers:
         """Return the opposite items of some own items (n,) as (n, K), padded with -1."""
         partners = self.partners.take(self.own[ids])
         members = self.members.take(partners.values)
@@ -456,7 +458,7 @@ def _item_hashes(items: Items) -> pa.Array:
     return pa.array(hashes, mask=hashes == -1)
 
 
-def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
+def _numbers_of_hashes(parts: list[pa.Array]) -> list[Integers]:
     """Assign numbers from 0 to the values of arrays, equal ones to equal values.
 
     Each null gets a unique number.
@@ -471,7 +473,7 @@ def _numbers_of_hashes(parts: list[pa.Array]) -> list[np.ndarray]:
     return np.split(numbers, [len(parts[0])])[: len(parts)]
 
 
-def _first_rows(values: np.ndarray, among: np.ndarray) -> np.ndarray:
+def _first_rows(values: Integers, among: Integers) -> Integers:
     """Return the first row of each value (n,) among others (N,), -1 if there is none."""
     if not len(among):
         return np.full(len(values), -1)
@@ -506,7 +508,7 @@ def _checked_weights(weights: Sequence[float] | np.ndarray, count: int) -> np.nd
     return result
 
 
-def _checked_ids(name: str, ids: Sequence[int] | np.ndarray | None, num_items: int) -> np.ndarray:
+def _checked_ids(name: str, ids: Sequence[int] | Integers | None, num_items: int) -> Integers:
     result = np.arange(num_items) if ids is None else np.asarray(ids)
     if result.ndim != 1 or (result.size and not np.issubdtype(result.dtype, np.integer)):
         raise DualencError(

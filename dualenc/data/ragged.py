@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dualenc.types import Integers
+
 
 class Ragged(NamedTuple):
     """Rows of integers of unequal lengths, concatenated into one array.
@@ -20,11 +22,11 @@ class Ragged(NamedTuple):
         offsets: where each row begins, (R + 1,).
     """
 
-    values: np.ndarray
-    offsets: np.ndarray
+    values: Integers
+    offsets: Integers
 
     @classmethod
-    def from_lengths(cls, values: np.ndarray, lengths: np.ndarray | Sequence[int]) -> Ragged:
+    def from_lengths(cls, values: Integers, lengths: Integers | Sequence[int]) -> Ragged:
         """Divide `values` into rows of these lengths (R,)."""
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         return cls(np.asarray(values, dtype=np.int64), offsets.astype(np.int64))
@@ -37,12 +39,12 @@ class Ragged(NamedTuple):
         return cls.from_lengths(values, [len(array) for array in arrays])
 
     @classmethod
-    def from_sorted(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
+    def from_sorted(cls, keys: Integers, values: Integers, num_keys: int) -> Ragged:
         """Collect in row `k` the values of key `k`, in their order; `keys` must be ascending."""
         return cls.from_lengths(values, np.bincount(keys, minlength=num_keys))
 
     @classmethod
-    def from_pairs(cls, keys: np.ndarray, values: np.ndarray, num_keys: int) -> Ragged:
+    def from_pairs(cls, keys: Integers, values: Integers, num_keys: int) -> Ragged:
         """Collect in row `k` the values of key `k`, ascending and without duplicates.
 
         Values must not be negative.
@@ -53,11 +55,11 @@ class Ragged(NamedTuple):
         unique = distinct(keys.astype(np.int64) * span + values)
         return cls.from_sorted(unique // span, unique % span, num_keys)
 
-    def row(self, index: int) -> np.ndarray:
+    def row(self, index: int) -> Integers:
         """Return the integers of one row."""
         return self.values[self.offsets[index] : self.offsets[index + 1]]
 
-    def take(self, rows: np.ndarray) -> Ragged:
+    def take(self, rows: Integers) -> Ragged:
         """Return the given rows (n,) in that order; a row may be taken several times."""
         starts = self.offsets[rows]
         lengths = self.offsets[np.asarray(rows) + 1] - starts
@@ -86,11 +88,11 @@ class Ragged(NamedTuple):
         return result
 
     @property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> Integers:
         """The number of integers in each row."""
         return np.diff(self.offsets)
 
-    def padded(self, rows: np.ndarray) -> np.ndarray:
+    def padded(self, rows: Integers) -> Integers:
         """Return the given rows (n,) as one matrix (n, K), padded with -1 to the longest row."""
         taken = self.take(rows)
         inside = np.arange(taken.lengths.max(initial=0)) < taken.lengths[:, None]
@@ -99,7 +101,7 @@ class Ragged(NamedTuple):
         return result
 
 
-def distinct(values: np.ndarray) -> np.ndarray:
+def distinct(values: Integers) -> Integers:
     """Return the distinct numbers (n,) in ascending order."""
     # Asking for counts makes NumPy sort: its hash table takes up to 60 times as long.
     return np.unique(values, return_counts=True)[0]

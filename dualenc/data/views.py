@@ -124,11 +124,10 @@ def jitter(image: Image.Image, strength: float, draw: Draw) -> Image.Image:
     # [1 - 0.8 s, 1 + 0.8 s] without negative ones, the hue shift in [-0.2 s, 0.2 s].
     lowest = max(0.0, 1 - 0.8 * strength)
     width = 1 + 0.8 * strength - lowest
-    changes: list[tuple[Callable[..., Image.Image], float]] = []
-    for change in (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation):
-        changes.append((change, lowest + draw() * width))
+    factors = [lowest + draw() * width for _ in range(3)]
     hue_shift = 0.2 * strength * (2 * draw() - 1)
-    changes.append((F.adjust_hue, hue_shift))
+    operations = (F.adjust_brightness, F.adjust_contrast, F.adjust_saturation, F.adjust_hue)
+    changes = zip(operations, [*factors, hue_shift])
     # Sorting by random keys shuffles with the same generator.
     for change, factor in sorted(changes, key=lambda _: draw()):
         image = change(image, factor)

@@ -23,7 +23,7 @@ from dualenc.data.item_lists import Picked
 from dualenc.data.labels import align_labels, rows_with_label
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.beir import read_beir
-from dualenc.data.readers.table_pairs import ImageViews
+from dualenc.data.readers.image_views import ImageViews
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder

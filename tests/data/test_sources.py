@@ -25,6 +25,8 @@ from dualenc.data import (
     open_pairs,
 )
 from dualenc.data.corpus import used_items
+from dualenc.data.readers import detect as formats
+from dualenc.data.readers import tables
 from dualenc.data.readers.detect import detect
 from dualenc.errors import DualencError
 from tests.helpers.make import (
@@ -315,6 +317,29 @@ def test_urls_are_refused_without_their_keys(read: Any, url: str) -> None:
     with pytest.raises(DualencError, match="URLs are not supported; download the files") as error:
         read(*arguments)
     assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize("read", [open_corpus, open_pairs])
+def test_a_folder_is_recognized_and_examined_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any
+) -> None:
+    """Its files are listed and their first rows examined, which takes a while on a network drive.
+    Then the columns are read."""
+    file = tmp_path / "train.csv"
+    file.write_text("query,document\na,b\nc,d\n")
+    recognize = formats._kind_of_folder
+    folders = []
+    monkeypatch.setattr(
+        formats, "_kind_of_folder", lambda folder: folders.append(folder) or recognize(folder)
+    )
+    read_records = tables.read_records
+    files = []
+    monkeypatch.setattr(
+        tables, "read_records", lambda path, *rest: files.append(path) or read_records(path, *rest)
+    )
+    assert len(read(tmp_path)) == 2
+    assert folders == [tmp_path]
+    assert files == [file, file]
 
 
 def test_snippets_are_in_one_line(tmp_path: Path) -> None:

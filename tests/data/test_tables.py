@@ -10,8 +10,9 @@ import datasets
 import pytest
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.read_options import ReadOptions
-from dualenc.data.readers.tables import FILE, LINE, ColumnKind, DataTable, TableSource
+from dualenc.data.readers.tables import FILE, LINE, DataTable, TableSource
 from dualenc.data.store import cache as arrow_cache
 from dualenc.errors import BadSample, DualencError
 from tests.helpers.make import write_csv, write_jsonl

@@ -26,15 +26,16 @@ from dualenc.data.readers.column_names import (
     columns_named,
     first_of,
 )
-from dualenc.data.readers.detect import check_split, detect_locally, has_configuration
+from dualenc.data.readers.detect import detect_locally
+from dualenc.data.readers.hub_data import has_configuration, load_from_hub
 from dualenc.data.readers.lines import COMPRESSIONS, read_texts
-from dualenc.data.readers.tables import TableSource, check_columns, load_from_hub
-from dualenc.data.readers.vectors import open_vectors
+from dualenc.data.readers.read_options import check_split
+from dualenc.data.readers.tables import TableSource, check_columns
+from dualenc.data.readers.vectors import matrix_corpus, vector_corpus
 from dualenc.data.store.items import rows_of
-from dualenc.data.store.metadata import check_column_names
 from dualenc.errors import DualencError
 from dualenc.io.reading import with_home
-from dualenc.types import OnError, one_or_several
+from dualenc.types import Integers, OnError, StrPath
 
 # Six digits, so that a mistaken column, such as a timestamp, is not read as grades.
 _GRADE = re.compile(r"[+-]?[0-9]{1,6}(\.0+)?")
@@ -106,7 +107,7 @@ class BeirPairs(PairDataset):
 
 def relevant_pairs(
     queries: Corpus, qrels: Mapping[str, Mapping[str, int]], document_ids: Sequence[str]
-) -> tuple[Corpus, np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Corpus, Integers, Integers, Integers]:
     """Return the relevant (query, document) pairs of judgements.
 
     Args:
@@ -118,26 +119,23 @@ def relevant_pairs(
         The queries with a relevant document; the query row, document row and grade of each pair,
         (M,) each.
     """
-    query_row = {name: row for row, name in enumerate(queries.ids)}
     # Grade 0 means judged and not relevant; documents without a grade are unjudged.
-    query_rows: list[int] = []
-    documents: list[str] = []
-    grades: list[int] = []
-    for query, judged in qrels.items():
-        relevant = {document: grade for document, grade in judged.items() if grade >= 1}
-        query_rows += [query_row[query]] * len(relevant)
-        documents += relevant
-        grades += relevant.values()
-    right_id = rows_of(document_ids, documents)
+    relevant = [
+        (query, document, grade)
+        for query, judged in qrels.items()
+        for document, grade in judged.items()
+        if grade >= 1
+    ]
+    query_rows = rows_of(queries.ids, [query for query, _, _ in relevant])
+    right_id = rows_of(document_ids, [document for _, document, _ in relevant])
+    grades = np.array([grade for _, _, grade in relevant])
     is_pair = right_id >= 0
-    paired_rows = np.array(query_rows)[is_pair]
-    paired_grades = np.array(grades)[is_pair]
-    used, left_id = np.unique(paired_rows, return_inverse=True)
-    return queries.take(used), left_id, right_id[is_pair], paired_grades
+    used, left_id = np.unique(query_rows[is_pair], return_inverse=True)
+    return queries.take(used), left_id, right_id[is_pair], grades[is_pair]
 
 
 def read_beir(
-    folder: str | Path, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
+    folder: StrPath, split: str = "test", *, titles: bool = True, on_error: OnError = "skip"
 ) -> RetrievalSet:
     """Read a BEIR folder for evaluation.
 
@@ -209,8 +207,11 @@ def read_judged_queries(
             )
             continue
         if document_row < 0:
-            reason = "judged document that is not in the corpus (kept as never found)"
-            bad_rows.add(reason, position, f"{document!r} is missing")
+            bad_rows.add(
+                "judged document that is not in the corpus (kept as never found)",
+                position,
+                f"{document!r} is missing",
+            )
         qrels.setdefault(query, {})[document] = grade
     bad_rows.require(len(qrels), "judgement")
     # In the order of queries.jsonl, so that reordered judgements give the same queries.
@@ -232,7 +233,7 @@ def check_judged(
 
 
 def read_corpus(
-    folder: str | Path,
+    folder: StrPath,
     part: str = "corpus",
     *,
     titles: bool = True,
@@ -248,19 +249,18 @@ def read_corpus(
         columns: further columns to keep for filters.
         bad_rows: counts bad lines.
     """
-    columns = list(one_or_several(columns))
-    check_column_names(columns)
     folder = with_home(Path(folder))
+    vectors = folder / f"{part}.parquet"
+    has_titles = titles and part == "corpus"
     optional = ["title"]
     if detect_locally(folder) == "hub":
         source = _collection_table(folder, part, bad_rows)
         id_column = source.default_column(_ID_NAMES[part], "its id")
     elif detect_locally(folder / part) == "vectors":
-        return open_vectors(folder / part, columns=columns, bad_rows=bad_rows)
-    elif (folder / f"{part}.parquet").is_file():
-        vectors = folder / f"{part}.parquet"
-        id_column = _id_column(TableSource(vectors, bad_rows), part)
-        return open_vectors(vectors, id_column=id_column, columns=columns, bad_rows=bad_rows)
+        return matrix_corpus(folder / part, columns, bad_rows)
+    elif vectors.is_file():
+        source = TableSource(vectors, bad_rows)
+        return vector_corpus(source, id_column=_id_column(source, part), columns=columns)
     else:
         files = [folder / f"{part}.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)]
         file = next((file for file in files if file.is_file()), None)
@@ -272,14 +272,14 @@ def read_corpus(
             )
         source = TableSource(file, bad_rows)
         id_column = _id_column(source, part)
-        if titles and part == "corpus":
+        if has_titles:
             # A document may consist of a title alone.
             optional.append("text")
     return table_corpus(
         source,
         "text",
         optional=optional,
-        title_column="title" if titles and part == "corpus" else None,
+        title_column="title" if has_titles else None,
         id_column=id_column,
         columns=columns,
     )
@@ -353,7 +353,7 @@ def expand_name(source: str) -> list[str]:
     return [f"zeta-alpha-ai/Nano{name}" for name in _NANO_NAMES]
 
 
-def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> TableSource:
+def _collection_table(source: StrPath, part: str, bad_rows: BadRows) -> TableSource:
     """Open the documents (part "corpus") or the queries of a collection."""
     splits = load_from_hub(str(source), part)
     if len(splits) > 1:
@@ -365,7 +365,7 @@ def _collection_table(source: str | Path, part: str, bad_rows: BadRows) -> Table
     return TableSource(f"{source} {part}", bad_rows, dataset=next(iter(splits.values())))
 
 
-def _hub_judgements(source: str | Path, split: str) -> Iterator[tuple[str, list[str]]]:
+def _hub_judgements(source: StrPath, split: str) -> Iterator[tuple[str, list[str]]]:
     """Yield the position and [query, document, grade] of each judgement, grade 1 without scores."""
     config = "qrels" if has_configuration(source, "qrels") else "default"
     splits = load_from_hub(str(source), config)

@@ -10,11 +10,20 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.columns import Column, ItemColumn, matrix_faults, read_column, read_ids, usable
-from dualenc.data.item_lists import Picked, VectorItems, number_items
+from dualenc.data.columns import (
+    Column,
+    ItemColumn,
+    matrix_faults,
+    positions_of,
+    read_column,
+    read_ids,
+    usable,
+)
+from dualenc.data.item_lists import Picked, VectorItems, distinct_items
 from dualenc.data.pairs import PairDataset
 from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.readers.beir import read_judged_queries, relevant_pairs
+from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_names import (
     CLICKED,
     DOCUMENT_IDS,
@@ -24,23 +33,21 @@ from dualenc.data.readers.column_names import (
     is_none,
     normalized,
 )
+from dualenc.data.readers.column_pairs import paired_positions
 from dualenc.data.readers.detect import RETRIEVAL_KINDS, detect
 from dualenc.data.readers.id_columns import are_row_numbers
 from dualenc.data.readers.read_options import ReadOptions
 from dualenc.data.readers.relevance import (
-    Labels,
     label_columns,
     looks_like_labels,
     named_labels,
     read_labels,
 )
-from dualenc.data.readers.table_pairs import paired_positions, without_unlabeled
-from dualenc.data.readers.tables import ColumnKind, TableSource, check_columns
+from dualenc.data.readers.tables import TableSource, check_columns
 from dualenc.data.readers.written_lists import parse_list
-from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.types import Modality, OnError
+from dualenc.types import Integers, Modality, OnError
 
 logger = logging.getLogger("dualenc.data")
 
@@ -90,46 +97,24 @@ class IndexPairs(PairDataset):
                 where="IndexPairs",
             )
         bad_rows = BadRows(source, on_error)
-        if detect(source) in RETRIEVAL_KINDS:
+        kind = detect(source)
+        if kind in RETRIEVAL_KINDS:
             queries, qrels = read_judged_queries(Path(source), split, documents.ids, bad_rows)
-            queries, left_id, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
-            # Equal queries, for example of several sessions, are one item, as in a table.
-            first, number = number_items(queries.items, np.arange(len(queries)))
-            items = Picked(queries.items, first)
-            left_id = number[left_id]
+            queries, rows, right_id, _ = relevant_pairs(queries, qrels, documents.ids)
+            items = queries.items
             modality = queries.modality
         else:
-            table = TableSource(source, bad_rows, options=ReadOptions(split=split))
-            left, right, labels = _read_clicks(
+            options = ReadOptions(split=split)
+            table = TableSource(source, bad_rows, kind=kind, options=options)
+            left, rows, right_id = _read_clicks(
                 table, query_column, document_column, label_column, documents
             )
+            items = left.items
             modality = left.modality
-            if labels is not None:
-                left, right = without_unlabeled(left, right, labels)
-            paired = paired_positions(left, right)
-            if labels is not None:
-                paired = paired[labels.of_pairs(right, paired) > 0]
-            used, rows = np.unique(right.rows[paired], return_inverse=True)
-            first, number = number_items(left.items, used)
-            items = Picked(left.items, first)
-            left_id = number[rows]
-            right_id = cast(Picked, right.items).positions[paired]
-        # Other documents may have faults, too: they stay, since row numbers are ids of the index.
-        faults = matrix_faults(documents.vectors)
-        for reason, (is_bad, fix) in faults.items():
-            clicked = right_id[is_bad[right_id]]
-            if len(clicked):
-                bad_rows.add(
-                    f"click on a {reason}", documents.ids[int(clicked[0])], fix, len(clicked)
-                )
-        is_usable = usable(faults)[right_id]
-        left_id = left_id[is_usable]
-        right_id = right_id[is_usable]
-        bad_rows.require(len(left_id), "pair")
-        # Several clicks on one document are one pair, in the place of the first.
-        pairs = np.stack([left_id, right_id], axis=1)
-        _, first = np.unique(pairs, axis=0, return_index=True)
-        pairs = pairs[np.sort(first)]
+        # Equal queries, for example of several sessions, are one item.
+        used, row_number = np.unique(rows, return_inverse=True)
+        items, number = distinct_items(items, used)
+        pairs = _distinct_pairs(number[row_number], right_id, documents, bad_rows)
         super().__init__(
             items,
             VectorItems(documents.vectors),
@@ -142,32 +127,48 @@ class IndexPairs(PairDataset):
         self.skipped = bad_rows.report()
 
 
+def _distinct_pairs(
+    left_id: Integers, right_id: Integers, documents: Embeddings, bad_rows: BadRows
+) -> Integers:
+    """Return the distinct pairs (M, 2) of clicks (n,); count clicks on unusable documents."""
+    # Other documents may have faults, too: they stay, since row numbers are ids of the index.
+    faults = matrix_faults(documents.vectors)
+    for reason, (is_bad, fix) in faults.items():
+        clicked = right_id[is_bad[right_id]]
+        if len(clicked):
+            bad_rows.add(f"click on a {reason}", documents.ids[int(clicked[0])], fix, len(clicked))
+    clicks = np.stack([left_id, right_id], axis=1)
+    pairs = clicks[usable(faults)[right_id]]
+    bad_rows.require(len(pairs), "pair")
+    # Several clicks on one document are one pair, in the place of the first.
+    _, first = np.unique(pairs, axis=0, return_index=True)
+    return pairs[np.sort(first)]
+
+
 def _read_clicks(
     source: TableSource,
     query_column: str | None,
     document_column: str | None,
     label_column: str | None,
     documents: Embeddings,
-) -> tuple[ItemColumn, ItemColumn, Labels | None]:
-    """Return the queries of a table, the vectors of the documents named, and the labels if any."""
+) -> tuple[ItemColumn, Integers, Integers]:
+    """Return the queries of a table, and the query and the document of each click (M,)."""
     if query_column is None:
         query_column = source.default_column(_QUERIES, "query_column", but=document_column)
     if document_column is None:
         document_column = _document_column(source, (query_column, label_column), documents.ids)
+    columns: dict[str, ColumnKind] = {
+        query_column: source.item_kind(query_column),
+        document_column: "list",
+    }
     likely: list[str] = []
-    columns: dict[str, ColumnKind] = {query_column: "value", document_column: "list"}
-    if source.kinds.get(query_column) == "vector":
-        columns[query_column] = "vector"
-    elif source.written_lists.get(query_column) == "list":
-        columns[query_column] = "list"
+    named: list[str] = []
     if label_column is None:
         likely = label_columns(source.kinds, columns)
-    elif is_none(label_column):
-        label_column = None
-    else:
-        check_columns(source.path, source.kinds, [label_column])
-    for name in likely if label_column is None else [label_column]:
-        columns[name] = source.label_kind(name)
+    elif not is_none(label_column):
+        named = [label_column]
+        check_columns(source.path, source.kinds, named)
+    columns |= {name: source.label_kind(name) for name in (*likely, *named)}
     table = source.open(columns)
     right = read_ids(table, document_column, documents.ids, VectorItems(documents.vectors))
     if len(right.rows) and not right.usable().any():
@@ -178,12 +179,15 @@ def _read_clicks(
             fix="name the column of ids",
             where=source.path,
         )
-    if label_column is not None:
-        labels: Labels | None = named_labels(table, label_column, right, "label_column", _NO_CLICKS)
-    else:
-        labels = read_labels(table, likely, right, "label_column", effect=_NO_CLICKS)
+    labels = read_labels(table, likely, right, "label_column", effect=_NO_CLICKS)
+    for name in named:
+        labels = named_labels(table, name, right, "label_column", _NO_CLICKS)
     modality: Modality = "vector" if columns[query_column] == "vector" else "text"
-    return read_column(table, query_column, modality), right, labels
+    left = read_column(table, query_column, modality)
+    paired = paired_positions(left, right, labels)
+    if labels is not None:
+        paired = paired[labels.of_pairs(right, paired) > 0]
+    return left, right.rows[paired], cast(Picked, right.items).positions[paired]
 
 
 def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequence[str]) -> str:
@@ -199,7 +203,7 @@ def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequ
         and not looks_like_labels(_examined(source, name), name)
     }
     usual = columns_named(values, _DOCUMENTS)
-    fitting = [name for name in values if _share_among(values[name], ids) >= _FITS]
+    fitting = [name for name in values if _are_ids(values[name], ids)]
     own = [name for name in usual if name in fitting]
     # A column `id` may hold ids of the rows, so it only counts if no other column fits.
     own = [name for name in own if normalized(name) not in ("id", "_id")] or own[:1]
@@ -231,8 +235,7 @@ def _document_column(source: TableSource, but: tuple[str, str | None], ids: Sequ
 def _examined(source: TableSource, name: str) -> list[str]:
     """Return the examined values of a column, with lists flattened."""
     values: list[str] = []
-    for record in source.examined:
-        value = record.get(name)
+    for value in source.examined(name):
         if name in source.written_lists:
             value = parse_list(value)
         for entry in value if isinstance(value, list) else [value]:
@@ -241,17 +244,9 @@ def _examined(source: TableSource, name: str) -> list[str]:
     return values
 
 
-def _share_among(values: Sequence[str], ids: Sequence[str]) -> float:
-    """Return the share of values that are among ids.
-
-    Also matches 7.0 with id 7, as pandas writes integers beside missing values.
-    """
-    if not values:
-        return 0.0
-    whole = [value.removesuffix(".0") for value in values]
-    is_id = rows_of(ids, values) >= 0
-    is_id |= rows_of(ids, whole) >= 0
-    return float(np.mean(is_id))
+def _are_ids(values: Sequence[str], ids: Sequence[str]) -> bool:
+    """Return True if most values are among ids."""
+    return bool(values and np.mean(positions_of(ids, values) >= 0) >= _FITS)
 
 
 class DocumentSplit(NamedTuple):
@@ -326,7 +321,7 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
 
 
 def _draw_documents(
-    order: list[int], documents: Ragged, num_pairs: np.ndarray, budget: float, most: int
+    order: list[int], documents: Ragged, num_pairs: Integers, budget: float, most: int
 ) -> list[int]:
     """Return documents of queries drawn until these documents have about `budget` pairs."""
     drawn: set[int] = set()
@@ -344,7 +339,7 @@ def _draw_documents(
     return sorted(drawn)
 
 
-def _draw_known(order: list[int], documents: Ragged, num_pairs: np.ndarray, most: int) -> list[int]:
+def _draw_known(order: list[int], documents: Ragged, num_pairs: Integers, most: int) -> list[int]:
     """Return up to `most` queries each of whose documents keeps a pair of another query.
 
     `num_pairs` (N,) is the number of pairs of each document.

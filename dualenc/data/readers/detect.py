@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
+from dualenc.data.readers.hub_data import has_configuration
 from dualenc.data.readers.images import IMAGE_SUFFIXES, is_image
 from dualenc.data.readers.lines import COMPRESSIONS, file_format
 from dualenc.data.readers.read_options import ONLY_SPLIT
@@ -21,11 +21,11 @@ from dualenc.data.readers.table_files import (
     report_unread,
     split_tables,
 )
-from dualenc.data.store.cache import cache_option
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.reading import with_home
 from dualenc.io.terminal import without_credentials
+from dualenc.types import StrPath
 
 Kind = Literal[
     "beir",  # a BEIR folder
@@ -41,6 +41,8 @@ Kind = Literal[
 ]
 RETRIEVAL_KINDS: tuple[Kind, ...] = ("beir", "collection")
 """Kinds of retrieval collections: documents, queries and judgements."""
+PARTS = ("corpus", "queries")
+"""Parts of a retrieval collection that hold items."""
 CAPTION_FILES = [
     f"{stem}{suffix}"
     for stem in ("metadata", "captions")
@@ -58,17 +60,18 @@ _URL = re.compile(r"[A-Za-z][\w+.-]+(:/|::)")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def detect(source: str | Path) -> Kind:
+def detect(source: StrPath) -> Kind:
     """Return the kind of a source, "files" if it does not exist.
 
     "collection" is a retrieval collection on the hub, or in a folder with the same layout. To
     recognize one, `datasets` looks the name up.
     """
     kind = detect_locally(source)
-    return "collection" if kind == "hub" and is_collection(source) else kind
+    is_collection = kind == "hub" and all(has_configuration(source, part) for part in PARTS)
+    return "collection" if is_collection else kind
 
 
-def detect_locally(source: str | Path) -> Kind:
+def detect_locally(source: StrPath) -> Kind:
     """Return the kind of a source without asking the hub, where a collection is just "hub"."""
     refuse_url(source)
     path = with_home(Path(source))
@@ -83,7 +86,7 @@ def detect_locally(source: str | Path) -> Kind:
     return "hub" if is_name and not path.is_file() else "files"
 
 
-def refuse_url(source: str | Path) -> None:
+def refuse_url(source: StrPath) -> None:
     """Raise a `DualencError` for a URL, also if `Path` has collapsed its slashes."""
     if _URL.match(str(source)) and not Path(source).exists():
         url = without_credentials(str(source))
@@ -94,29 +97,11 @@ def refuse_url(source: str | Path) -> None:
         )
 
 
-def is_collection(source: str | Path) -> bool:
-    """Return True if a hub data set has the configurations of a retrieval collection."""
-    if detect_locally(source) != "hub":
-        return False
-    return has_configuration(source, "corpus") and has_configuration(source, "queries")
-
-
-def has_configuration(source: str | Path, config: str) -> bool:
-    """Return True if `datasets` finds this configuration of a hub name or folder."""
-    import datasets
-
-    try:
-        datasets.load_dataset_builder(str(source), config, **cache_option(source))
-    except Exception:  # Missing configuration, unknown name or no network: opening it says which.
-        return False
-    return True
-
-
 def _kind_of_folder(folder: Path) -> Kind:
     entries = {entry.name: entry for entry in folder.iterdir()}
     # A BEIR folder on the hub has a README.md, too. Its tsv judgements can be read without it.
     has_tsv = any((folder / "qrels").glob("*.tsv"))
-    if "README.md" in entries and not has_tsv and {"corpus", "queries"} <= _configurations(folder):
+    if "README.md" in entries and not has_tsv and _configurations(folder).issuperset(PARTS):
         return "hub"
     corpus_files = {f"corpus.jsonl{suffix}" for suffix in ("", *COMPRESSIONS)}
     if entries.keys() & {"qrels", *corpus_files}:
@@ -180,17 +165,7 @@ def _configurations(folder: Path) -> set[str]:
     return set(re.findall(r"config_name:\s*[\"']?([\w.-]+)", header[1]))
 
 
-def check_split(source: str | Path, split: str, splits: Collection[str] = (ONLY_SPLIT,)) -> None:
-    """Raise a `DualencError` if a split is not among `splits`, by default `train` alone."""
-    if split not in splits:
-        raise DualencError(
-            f"no split {split!r}",
-            fix=f"there are: {', '.join(splits)}",
-            where=source,
-        )
-
-
-def default_split(source: str | Path) -> str:
+def default_split(source: StrPath) -> str:
     """Return the split to evaluate by default: a source's only split, otherwise test."""
     kind = detect_locally(source)
     if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):

@@ -38,7 +38,7 @@ def usual_id_column(source: TableSource, main: str, *, of_queries: bool = False)
     usual = [name for name in columns_named(source.kinds, names) if name != main]
     if not usual:
         return None
-    values = {name: [record.get(name) for record in source.examined] for name in usual}
+    values = {name: source.examined(name) for name in usual}
     fitting = [name for name in usual if normalized(name) in _OWN or not _repeats(values[name])]
     if not fitting:
         name = usual[0]

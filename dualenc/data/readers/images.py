@@ -11,10 +11,12 @@ from pathlib import Path
 from PIL import Image
 
 from dualenc.data.bad_rows import report_once
+from dualenc.data.readers.read_options import check_split
 from dualenc.data.store.identity import file_identity
 from dualenc.errors import DualencError
 from dualenc.io.decoding import image_suffixes, open_image
 from dualenc.io.reading import is_utf8, with_home
+from dualenc.types import StrPath
 
 IMAGE_SUFFIXES = image_suffixes()
 SPLITS = ("train", "training", "val", "valid", "validation", "dev", "test", "testing")
@@ -40,7 +42,7 @@ class ImageFiles:
         return name.encode(errors="surrogateescape") + b" " + file_identity(self.root / name, read)
 
 
-def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
+def split_folder(folder: StrPath, split: str) -> Path:
     """Return the subfolder of a split, such as `val`, or the folder itself if it lacks splits.
 
     Subfolders are splits only if all of them have common split names; otherwise `train` may be a
@@ -60,11 +62,7 @@ def split_folder(folder: str | os.PathLike[str], split: str) -> Path:
     if split in subfolders and (only_splits or split not in SPLITS):
         return root / split
     if subfolders and only_splits:
-        raise DualencError(
-            f"no split {split!r}",
-            fix=f"there are: {', '.join(subfolders)}",
-            where=folder,
-        )
+        check_split(folder, split, subfolders)
     return root
 
 
@@ -83,7 +81,7 @@ def existing_file(root: Path, name: str) -> Path:
     return root / name
 
 
-def find_images(folder: str | os.PathLike[str]) -> list[str]:
+def find_images(folder: StrPath) -> list[str]:
     """Return the names of all images in a folder and its subfolders, sorted.
 
     Names are relative to the folder, with forward slashes. Links to folders are followed, but no

@@ -13,29 +13,26 @@ import codecs
 import csv
 import io
 import json
-import logging
 import lzma
 import re
 import zipfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePath
 from typing import IO, Any, BinaryIO, Literal, NamedTuple, TextIO, cast
 
 import pyarrow as pa
 
-from dualenc.data.bad_rows import BadRows
+from dualenc.data.bad_rows import BadRows, report_once
 from dualenc.errors import DualencError, explain
 from dualenc.io.reading import is_utf8, open_regular
 
 LINE_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 Record = dict[str, Any]
 Numbered = tuple[int, Record]
-
-logger = logging.getLogger("dualenc.data")
 
 _OPENERS: dict[str, Callable[[BinaryIO], Any]] = {
     ".gz": partial(pa.input_stream, compression="gzip"),
@@ -129,7 +126,10 @@ def _open(path: Path) -> Iterator[TextIO]:
         with _decompressed(path) as stream:
             encoding = _encoding(path, stream, is_table)
         if not encoding.startswith("utf-8"):
-            _report_encoding(path, encoding)
+            report_once(
+                f"{path}: read as {encoding}, since it is not UTF-8; if letters look wrong, "
+                "convert the file"
+            )
         with _decompressed(path) as stream:
             # csv needs the line ends within quoted fields. In other formats only \n ends a line, so
             # that a lone \r stays part of the text.
@@ -233,15 +233,6 @@ def _encoding(path: Path, stream: BinaryIO, is_table: bool) -> str:
             return "cp1252" if 2 * broken > accents else encoding
         block = stream.read(_BLOCK_BYTES)
     return encoding
-
-
-@cache
-def _report_encoding(path: Path, encoding: str) -> None:
-    logger.warning(
-        "%s: read as %s, since it is not UTF-8; if letters look wrong, convert the file",
-        path,
-        encoding,
-    )
 
 
 class _LongLine(csv.Error):
@@ -494,7 +485,10 @@ def _read_rows(path: Path, lines: _Lines, layout: _Layout) -> Iterator[tuple[int
                 lines.unescapes = False
                 lines.rewind()
                 continue
-            _report_escapes(path, start)
+            report_once(
+                f'{path}:{start}: \\" in a field; from this line on, quotes are read as '
+                "backslash-escaped, which is how Spark and MySQL write them"
+            )
         if row or fault:
             yield start, row, fault
 
@@ -523,16 +517,6 @@ def _quotes_advice(lines: _Lines, layout: _Layout) -> str:
     if layout.in_quotes:
         return " (pass quotes=false if quotes are characters)"
     return " (pass quotes=true if quotes enclose fields)"
-
-
-@cache
-def _report_escapes(path: Path, line: int) -> None:
-    logger.warning(
-        '%s:%d: \\" in a field; from this line on, quotes are read as backslash-escaped, which is '
-        "how Spark and MySQL write them",
-        path,
-        line,
-    )
 
 
 def _unquoted(field: str) -> str:

@@ -6,14 +6,15 @@ dualenc and `datasets` read only plain types.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.types
 
 from dualenc.errors import DualencError
+from dualenc.types import StrPath
 
 # By name: not every version of Arrow has a class for each extension type.
 _EXTENSIONS = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
@@ -21,21 +22,30 @@ _EXTENSIONS = {"arrow.uuid": pa.string(), "arrow.bool8": pa.bool_()}
 _STORED = ("arrow.json", "arrow.fixed_shape_tensor", "arrow.opaque")
 
 
+def is_type(kind: pa.DataType, *names: str) -> bool:
+    """Return True if `pyarrow.types.is_NAME` is true of an Arrow type for one of the names."""
+    return any(getattr(pa.types, f"is_{name}")(kind) for name in names)
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return True if values of an Arrow type are lists."""
+    return is_type(kind, "list", "large_list", "fixed_size_list")
+
+
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Return the plain type as which a column of an Arrow type is read."""
-    is_kind = pa.types
     if isinstance(kind, pa.BaseExtensionType):
         plain = _EXTENSIONS.get(kind.extension_name, kind)
         return plain_type(kind.storage_type) if kind.extension_name in _STORED else plain
-    if is_kind.is_dictionary(kind):
+    if is_type(kind, "dictionary"):
         return plain_type(kind.value_type)
-    if is_kind.is_string_view(kind):
+    if is_type(kind, "string_view"):
         return pa.large_string()
-    if is_kind.is_binary_view(kind) or is_kind.is_fixed_size_binary(kind):
+    if is_type(kind, "binary_view", "fixed_size_binary"):
         return pa.large_binary()
-    if is_kind.is_list_view(kind) or is_kind.is_list(kind):
+    if is_type(kind, "list_view", "list"):
         return _list_of(kind, pa.list_)
-    if is_kind.is_large_list_view(kind) or is_kind.is_large_list(kind):
+    if is_type(kind, "large_list_view", "large_list"):
         return _list_of(kind, pa.large_list)
     return kind
 
@@ -58,7 +68,7 @@ def plain_batch(
         else:
             # The file lacks this column: it is a partition key, or null.
             value = keys.get(column.name)
-            if pa.types.is_string(column.type) and value is not None:
+            if is_type(column.type, "string") and value is not None:
                 value = str(value)
             arrays.append(pa.repeat(pa.scalar(value, column.type), len(batch)))
     return pa.record_batch(arrays, schema=schema)
@@ -74,19 +84,18 @@ def _plain_array(array: pa.Array, kind: pa.DataType) -> pa.Array:
         )
     if isinstance(array, pa.ExtensionArray):
         return _plain_array(array.storage, kind)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if is_type(kind, "list", "large_list"):
         # Arrow's cast from list_view gives invalid lists, so build them from lengths and values.
         lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
-        offsets = pa.array(
-            np.cumsum([0, *lengths]), pa.int32() if pa.types.is_list(kind) else pa.int64()
-        )
+        is_large = is_type(kind, "large_list")
+        offsets = pa.array(np.cumsum([0, *lengths]), pa.int64() if is_large else pa.int32())
         values = _plain_array(pc.list_flatten(array), kind.value_type)
-        lists = pa.ListArray if pa.types.is_list(kind) else pa.LargeListArray
+        lists = pa.LargeListArray if is_large else pa.ListArray
         return lists.from_arrays(offsets, values, type=kind, mask=array.is_null())
     return array.cast(kind)
 
 
-def check_types(source: str | Path, schema: pa.Schema) -> None:
+def check_types(source: StrPath, schema: pa.Schema) -> None:
     """Raise a `DualencError` for a column type that `datasets` does not support, such as a map."""
     from datasets import Features
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.types import OnError
+from dualenc.errors import DualencError
+from dualenc.types import OnError, StrPath
 
 ONLY_SPLIT = "train"
 """Name that `datasets` gives to the rows of a source without splits."""
@@ -35,3 +37,13 @@ class ReadOptions:
     def bad_rows(self, source: object) -> BadRows:
         """Return an empty count of the bad samples of a source."""
         return BadRows(source, self.on_error)
+
+
+def check_split(source: StrPath, split: str, splits: Collection[str] = (ONLY_SPLIT,)) -> None:
+    """Raise a `DualencError` if a split is not among `splits`, by default `train` alone."""
+    if split not in splits:
+        raise DualencError(
+            f"no split {split!r}",
+            fix=f"there are: {', '.join(splits)}",
+            where=source,
+        )

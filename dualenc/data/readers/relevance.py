@@ -109,30 +109,17 @@ def read_labels(
     Raises:
         DualencError: two columns look like labels, or values do not say which rows match.
     """
-    verdicts = {name: _judge(table, name) for name in columns}
-    if beside_images:
-        for name, verdict in verdicts.items():
-            # Labels that cannot be used are classes of images. Usable ones remain ambiguous: two
-            # classes look like labels.
-            if normalized(name) in CLASS_LABELS and isinstance(verdict, str):
-                verdicts[name] = None
-    likely = [name for name, verdict in verdicts.items() if verdict is not None]
-    for name in columns:
-        if name not in likely and pc.any(pc.is_valid(table.column(name))).as_py():
-            logger.warning(
-                "%s: column %r is ignored: its values are not labels of pairs", table.source, name
-            )
-    if not likely:
+    verdicts = _verdicts(table, columns, beside_images)
+    if not verdicts:
         return None
-    if len(likely) > 1:
-        names = " and ".join(map(repr, likely[:2]))
+    if len(verdicts) > 1:
+        names = " and ".join(map(repr, list(verdicts)[:2]))
         raise DualencError(
             f"columns {names} both look like labels of the pairs",
             fix=f"name one as {option} ({_flag(option)}), or pass {option}=none to read none",
             where=table.source,
         )
-    name = likely[0]
-    verdict = verdicts[name]
+    ((name, verdict),) = verdicts.items()
     if isinstance(verdict, str):
         raise DualencError(
             f"column {name!r} looks like labels of the pairs, but {verdict}",
@@ -145,8 +132,27 @@ def read_labels(
             fix=_advice(option, True),
             where=table.source,
         )
-    assert verdict is not None
     return _checked(table, name, verdict, right, option, effect)
+
+
+def _verdicts(
+    table: DataTable, columns: Sequence[str], beside_images: bool
+) -> dict[str, np.ndarray | str]:
+    """Return the labels of columns, or why they cannot be used; log those that are not labels."""
+    verdicts: dict[str, np.ndarray | str] = {}
+    for name in columns:
+        verdict = _judge(table, name)
+        # Labels that cannot be used are classes of images. Usable ones remain ambiguous: two
+        # classes look like labels.
+        if beside_images and normalized(name) in CLASS_LABELS and isinstance(verdict, str):
+            verdict = None
+        if verdict is not None:
+            verdicts[name] = verdict
+        elif pc.any(pc.is_valid(table.column(name))).as_py():
+            logger.warning(
+                "%s: column %r is ignored: its values are not labels of pairs", table.source, name
+            )
+    return verdicts
 
 
 def named_labels(

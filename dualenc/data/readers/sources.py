@@ -12,19 +12,21 @@ from dualenc.data.corpus import Corpus, image_corpus, table_corpus
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers import column_names as names
 from dualenc.data.readers.beir import BeirPairs, read_corpus
-from dualenc.data.readers.column_names import columns_named, first_of, is_none
-from dualenc.data.readers.detect import RETRIEVAL_KINDS, check_split, detect
+from dualenc.data.readers.captioned_images import ImageFolderPairs
+from dualenc.data.readers.column_names import columns_named, first_of
+from dualenc.data.readers.detect import RETRIEVAL_KINDS, detect
 from dualenc.data.readers.id_columns import usual_id_column
 from dualenc.data.readers.images import split_folder
-from dualenc.data.readers.read_options import ReadOptions
-from dualenc.data.readers.table_pairs import ImageFolderPairs, MinedPairs, TablePairs, are_mined
+from dualenc.data.readers.mined_pairs import MinedPairs, are_mined
+from dualenc.data.readers.read_options import ReadOptions, check_split
+from dualenc.data.readers.table_pairs import TablePairs
 from dualenc.data.readers.tables import TableSource
-from dualenc.data.readers.vectors import open_vectors
+from dualenc.data.readers.vectors import matrix_corpus, vector_corpus
 from dualenc.data.readers.webdataset import WebDatasetPairs, tar_corpus
 from dualenc.data.store.metadata import check_column_names
 from dualenc.errors import DualencError
 from dualenc.io.reading import with_home
-from dualenc.types import Modality, OnError, one_or_several
+from dualenc.types import Modality, OnError, StrPath, one_or_several
 
 logger = logging.getLogger("dualenc.data")
 
@@ -34,7 +36,7 @@ _MAX_NAME = 80
 
 
 def open_corpus(
-    path: str | Path,
+    path: StrPath,
     *,
     part: str = "corpus",
     modality: Modality | None = None,
@@ -92,9 +94,12 @@ def open_corpus(
         )
     options = ReadOptions(split, quotes, allow_outside, on_error)
     bad_rows = options.bad_rows(path)
-    if kind == "tars":
+    if kind in ("tars", "vectors"):
         check_split(path, split)
+    if kind == "tars":
         corpus = tar_corpus(path, "text" if modality == "text" else "image", bad_rows)
+    elif kind == "vectors":
+        corpus = matrix_corpus(path, columns, bad_rows)
     elif kind == "images":
         corpus = image_corpus(split_folder(path, split))
         if label_column is not None and corpus.labels is None:
@@ -105,34 +110,27 @@ def open_corpus(
             )
     elif kind in RETRIEVAL_KINDS:
         corpus = read_corpus(path, part, columns=columns, bad_rows=bad_rows)
-    elif kind == "vectors" or modality == "vector" or vector_column is not None:
-        corpus = open_vectors(
-            path,
-            vector_column,
-            id_column=id_column,
-            split=split,
-            columns=columns,
-            bad_rows=bad_rows,
-        )
     else:
-        source = TableSource(path, bad_rows, options=options)
-        main, modality = _main_column(source, part, modality, text_column, image_column)
-        title_column = None
-        if text_column is None and part == "corpus" and modality == "text":
-            title_column = _title_column(source, main)
-        if modality == "image":
-            label_column = label_column or first_of(source.kinds, ("label",), but=main)
-        if id_column is None:
-            id_column = _usual_ids(source, main, part)
-        corpus = table_corpus(
-            source,
-            main,
-            modality,
-            title_column=title_column,
-            label_column=label_column if modality == "image" else None,
-            id_column=None if is_none(id_column) else id_column,
-            columns=columns,
-        )
+        source = TableSource(path, bad_rows, kind=kind, options=options)
+        if modality == "vector" or vector_column is not None:
+            corpus = vector_corpus(source, vector_column, id_column=id_column, columns=columns)
+        else:
+            main, modality = _main_column(source, part, modality, text_column, image_column)
+            if modality == "image":
+                label_column = label_column or first_of(source.kinds, ("label",), but=main)
+            else:
+                label_column = None
+            # A title that the user did not name belongs to documents read by default.
+            by_default = text_column is None and part == "corpus" and modality == "text"
+            corpus = table_corpus(
+                source,
+                main,
+                modality,
+                title_column=_title_column(source, main) if by_default else None,
+                label_column=label_column,
+                id_column=_usual_ids(source, main, part) if id_column is None else id_column,
+                columns=columns,
+            )
     corpus.skipped = bad_rows.report()
     return corpus
 
@@ -194,7 +192,7 @@ def open_pairs(
             folder, weight_column=weight_column, quotes=quotes, on_error=on_error
         )
     options = ReadOptions(split, quotes, allow_outside, on_error)
-    source = TableSource(path, options.bad_rows(path), options=options)
+    source = TableSource(path, options.bad_rows(path), kind=kind, options=options)
     # A user who names columns may want others of such a file than `pos` and `neg`.
     if left_column is None and right_column is None and are_mined(source):
         return MinedPairs(path, split=split, on_error=on_error)

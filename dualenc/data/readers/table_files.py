@@ -12,12 +12,27 @@ from urllib.parse import unquote
 from dualenc.data.bad_rows import report_once
 from dualenc.data.readers.images import SPLITS
 from dualenc.data.readers.lines import LINE_FORMATS, file_format, is_empty
+from dualenc.data.readers.read_options import check_split
 from dualenc.errors import DualencError
+from dualenc.io.reading import glob_files
+from dualenc.types import StrPath
 
 TABLE_FORMATS = (*LINE_FORMATS, ".parquet")
 Partition = dict[str, int | str | None]
 """Keys of the folders that hold a file: {"year": 2024} for `year=2024/part-0.parquet`."""
 
+_CONVERSIONS = {
+    **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), "save the sheet as csv"),
+    **dict.fromkeys(
+        (".arrow", ".feather", ".orc", ".avro", ".pkl", ".h5", ".db"), "write its rows as parquet"
+    ),
+    **dict.fromkeys(
+        (".lz4", ".snappy", ".deflate", ".br", ".7z", ".rar", ".z", ".tgz", ".tar"),
+        "decompress it first",
+    ),
+    ".zip": "unpack it, or name it by what the one file in it is, such as x.csv.zip",
+}
+"""Advice for files of other formats, by suffix."""
 _MAX_BESIDE = 100_000  # files in subfolders to mention as unread; more would take too long to list
 # Files about the data, by name without suffix.
 _ABOUT = ("readme", "license", "licence", "notice", "changelog", "citation", "requirements")
@@ -31,6 +46,61 @@ _CATALOGS = {
 _NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 # At most 18 digits, which fit into 64 bits. 007 is a text: as a number it would lose its zeros.
 _WHOLE_NUMBER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
+
+
+def find_files(source: StrPath, split: str) -> list[Path]:
+    """Return the table files of a path, glob or folder, sorted; of a folder, those of a split."""
+    is_folder = Path(source).is_dir()
+    files = _files_of_split(Path(source), split) if is_folder else _files_of_glob(str(source))
+    formats = {file_format(file) for file in files}
+    if len(formats) == 1 and formats <= set(TABLE_FORMATS):
+        if not is_folder:
+            check_split(source, split)
+        return files
+    fix = f"give a file, folder or glob of one of {', '.join(TABLE_FORMATS)}, or .tar files"
+    if not files:
+        problem = (
+            "no table in this folder (use ImageFolderViews for images)"
+            if is_folder
+            else "no such file"
+        )
+    elif len(formats) > 1:
+        problem = f"files of several formats ({', '.join(sorted(formats))})"
+        fix = "name those of one format, by a glob"
+    else:
+        suffix = files[0].suffix.lower()
+        problem = f"a file of another format ({file_format(files[0]) or suffix or 'no suffix'})"
+        fix = _CONVERSIONS.get(file_format(files[0])) or _CONVERSIONS.get(suffix, fix)
+    raise DualencError(problem, fix=fix, where=source)
+
+
+def _files_of_glob(pattern: str) -> list[Path]:
+    """Return the files that match a glob, without those that Spark and Arrow add to tables."""
+    files = glob_files(pattern)
+    # `*` also matches _SUCCESS and _metadata, which the user does not mean.
+    own = [
+        file
+        for file in files
+        if not file.name.startswith("_") or file_format(file) in TABLE_FORMATS
+    ]
+    return own or files
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    splits = split_tables(folder)
+    if not splits or split in splits:
+        return splits.get(split, [])
+    if has_splits(splits):
+        check_split(folder, split, sorted(filter(None, splits)))
+    check_split(folder, split)
+    ((name, files),) = splits.items()
+    # Numbered parts belong together; a common first word may mean something else, so report it.
+    if name:
+        report_once(
+            f"{folder}: no file is named like a split; all {name}* are read as {split} "
+            f"({len(files)} files)"
+        )
+    return files
 
 
 def is_table(path: Path) -> bool:
@@ -161,7 +231,7 @@ def _first(names: Sequence[str], count: int) -> str:
     return ", ".join(names[:count]) + (", …" if len(names) > count else "")
 
 
-def without_empty(source: str | Path, files: list[Path]) -> list[Path]:
+def without_empty(source: StrPath, files: list[Path]) -> list[Path]:
     """Return the files that are not empty, or all of them if every one is.
 
     Parallel jobs with nothing to write leave empty files.

@@ -12,18 +12,17 @@ import pyarrow as pa
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.columns import matrix_faults, usable
 from dualenc.data.corpus import Corpus, distinct_ids, table_corpus
-from dualenc.data.item_lists import Picked, VectorItems, number_items
+from dualenc.data.item_lists import Picked, VectorItems, distinct_items
 from dualenc.data.pairs import PairDataset
-from dualenc.data.readers.column_names import VECTORS, is_none
-from dualenc.data.readers.detect import check_split, detect_locally
+from dualenc.data.readers.column_names import VECTORS
+from dualenc.data.readers.detect import detect_locally
 from dualenc.data.readers.id_columns import usual_id_column
-from dualenc.data.readers.read_options import ONLY_SPLIT, ReadOptions
 from dualenc.data.readers.tables import TableSource, check_columns
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.io.reading import with_home
-from dualenc.types import OnError, one_or_several
+from dualenc.types import OnError, StrPath
 
 
 class VectorPairs(PairDataset):
@@ -61,16 +60,19 @@ class VectorPairs(PairDataset):
         unpaired = sorted(set(lefts.ids) ^ set(rights.ids))
         if unpaired:
             # An id may be missing on either side.
-            reason = "vector without a partner of the same id"
-            fix = "give it one or remove it"
-            bad_rows.add(reason, f"id {unpaired[0]!r}", fix, len(unpaired))
+            bad_rows.add(
+                "vector without a partner of the same id",
+                f"id {unpaired[0]!r}",
+                "give it one or remove it",
+                len(unpaired),
+            )
         left_rows = np.flatnonzero(rows >= 0)
         bad_rows.require(len(left_rows), "pair")
-        left_first, left_id = number_items(lefts.items, left_rows, deduplicate)
-        right_first, right_id = number_items(rights.items, rows[left_rows], deduplicate)
+        left_items, left_id = distinct_items(lefts.items, left_rows, deduplicate)
+        right_items, right_id = distinct_items(rights.items, rows[left_rows], deduplicate)
         super().__init__(
-            Picked(lefts.items, left_first),
-            Picked(rights.items, right_first),
+            left_items,
+            right_items,
             left_id,
             right_id,
             left_modality="vector",
@@ -80,11 +82,9 @@ class VectorPairs(PairDataset):
 
 
 def open_vectors(
-    source: str | Path,
-    column: str | None = None,
+    source: StrPath,
     *,
     id_column: str | None = None,
-    split: str = ONLY_SPLIT,
     columns: Sequence[str] = (),
     bad_rows: BadRows,
 ) -> Corpus:
@@ -92,18 +92,26 @@ def open_vectors(
 
     Args:
         source: folder of embeddings, .npy file of shape (N, D), or table.
-        column: column of vectors in a table; by default `vector` or another common name.
         id_column: column of ids, see `open_corpus`.
-        split: split of a table.
         columns: further columns to keep for filters.
         bad_rows: counts vectors left out.
     """
-    columns = list(one_or_several(columns))
     source = with_home(source)
-    if detect_locally(source) == "vectors":
-        check_split(source, split)
-        return _open_matrix(source, columns, bad_rows)
-    table = TableSource(source, bad_rows, options=ReadOptions(split=split))
+    kind = detect_locally(source)
+    if kind == "vectors":
+        return matrix_corpus(source, columns, bad_rows)
+    table = TableSource(source, bad_rows, kind=kind)
+    return vector_corpus(table, id_column=id_column, columns=columns)
+
+
+def vector_corpus(
+    table: TableSource,
+    column: str | None = None,
+    *,
+    id_column: str | None = None,
+    columns: Sequence[str] = (),
+) -> Corpus:
+    """Return the usable vectors of a table's column, by default one with a common name."""
     if column is None:
         lists = [name for name, kind in table.kinds.items() if kind == "vector"]
         # A single column of vectors needs no common name.
@@ -111,19 +119,13 @@ def open_vectors(
         column = table.default_column(usual, "the vectors")
     if id_column is None:
         id_column = usual_id_column(table, column)
-        if id_column is None:
-            id_column = usual_id_column(table, column, of_queries=True)
-    return table_corpus(
-        table,
-        column,
-        "vector",
-        id_column=None if is_none(id_column) else id_column,
-        columns=columns,
-    )
+    if id_column is None:
+        id_column = usual_id_column(table, column, of_queries=True)
+    return table_corpus(table, column, "vector", id_column=id_column, columns=columns)
 
 
-def _open_matrix(source: str | Path, columns: Sequence[str], bad_rows: BadRows) -> Corpus:
-    """Open the vectors of a folder of embeddings or a .npy file."""
+def matrix_corpus(source: StrPath, columns: Sequence[str], bad_rows: BadRows) -> Corpus:
+    """Return the usable vectors of a folder of embeddings or a .npy file."""
     if Path(source).suffix == ".npy":
         matrix = load_npy(Path(source))
         row_numbers = [str(row) for row in range(len(matrix))]

@@ -28,7 +28,7 @@ from dualenc.data.store.identity import file_identity
 from dualenc.errors import BadSample, DualencError, first_line
 from dualenc.io.decoding import MAX_BYTES, decode_image
 from dualenc.io.reading import glob_files, is_utf8, open_regular, with_home
-from dualenc.types import Modality, OnError
+from dualenc.types import Modality, OnError, StrPath
 
 # webdataset's convention: a sample's name ends at the first dot of the file name.
 _MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
@@ -67,7 +67,7 @@ class WebDatasetPairs(ColumnPairs):
         )
 
 
-def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpus:
+def tar_corpus(path: StrPath, modality: Modality, bad_rows: BadRows) -> Corpus:
     """Return the images or texts of the samples in tars, with sample names as ids."""
     samples = _open_tars(path, bad_rows)
     files = _column(samples, modality)
@@ -82,7 +82,7 @@ def tar_corpus(path: str | Path, modality: Modality, bad_rows: BadRows) -> Corpu
     return Corpus(names, Picked(files.items, rows), modality)
 
 
-def _open_tars(path: str | Path, bad_rows: BadRows) -> DataTable:
+def _open_tars(path: StrPath, bad_rows: BadRows) -> DataTable:
     """Open the samples in all tars of a file name, folder or glob."""
     from datasets import Dataset
     from datasets.table import InMemoryTable

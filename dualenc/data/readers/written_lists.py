@@ -7,7 +7,6 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Iterable
 from typing import Any
 
 _MAX_CHARACTERS = 1 << 24  # parsing takes many times the memory of the text
@@ -47,11 +46,10 @@ def _of_numpy(text: str) -> list[Any]:
     words = text.strip()[1:-1].split()
     unsigned = [word.lstrip("+-") for word in words]
     convert = int if all(word.isdecimal() for word in unsigned) else float
-    numbers: list[Any] = []
-    for word, without_sign in zip(words, unsigned):
-        is_number = without_sign not in ("nan", "inf")
-        numbers.append(convert(word) if is_number else None)
-    return numbers
+    return [
+        None if without_sign in ("nan", "inf") else convert(word)
+        for word, without_sign in zip(words, unsigned)
+    ]
 
 
 def _parsed(text: str) -> Any:
@@ -68,23 +66,3 @@ def _parsed(text: str) -> Any:
         elif token.string not in ("[", "]", ",", "") and token.type != tokenize.NEWLINE:
             raise ValueError("not a list of strings")
     return values
-
-
-def kind_of_written(values: Iterable[object]) -> str | None:
-    """Return "vector" or "list" if all nonblank values are lists written as text, else None."""
-    kinds = set()
-    has_entries = False
-    for value in values:
-        if value is None or (isinstance(value, str) and not value.strip()) or value != value:
-            continue
-        entries = parse_list(value)
-        if entries is None:
-            return None
-        types = {type(entry) for entry in entries} - {type(None), int}
-        has_entries = has_entries or bool(entries)
-        if types:
-            kinds.add("vector" if types == {float} else "list")
-    # Integers may be ids, or vectors if other rows have fractions.
-    if not kinds and has_entries:
-        return "list"
-    return kinds.pop() if len(kinds) == 1 else None
