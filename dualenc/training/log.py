@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -23,6 +24,8 @@ from dualenc.io.files import atomic_path, explain_full_disk
 from dualenc.objectives.base import Objective
 from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training.evaluators import Evaluator, evaluated_data
+
+logger = logging.getLogger("dualenc.training")
 
 
 class Meter:
@@ -119,7 +122,7 @@ class RunLog:
         path: path of metrics.jsonl.
         accelerator: accelerator with the trackers.
         total_steps: number of steps, for the progress bar.
-        progress: True to show the progress bar.
+        progress: True to show the progress bar, and to print the lines of `info` above it.
     """
 
     def __init__(
@@ -127,6 +130,7 @@ class RunLog:
     ) -> None:
         self.path = path
         self.accelerator = accelerator
+        self.progress = progress
         self.is_active = distributed.is_main()
         self._is_open = False
         self._waiting: list[tuple[int, Mapping[str, float]]] = []
@@ -193,8 +197,12 @@ class RunLog:
             self.bar.set_postfix(shown, refresh=False)
 
     def info(self, line: str) -> None:
-        """Print a line for the user, above the progress bar."""
-        if self.is_active:
+        """Log a line for the user, and print it above the progress bar if there is one."""
+        if not self.is_active:
+            return
+        logger.info("%s", line)
+        # Handlers of this very logger, such as the command line's, replace the printing.
+        if self.progress and not logger.handlers:
             tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:

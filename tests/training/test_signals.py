@@ -146,7 +146,7 @@ def interrupting(number: int, at: int):
 )
 def test_a_signal_ends_an_evaluation_between_two_batches(tmp_path, at, step, capfd):
     """What is saved resumes to the same content, and the evaluation is made up for."""
-    settings = {"evaluate_every": 4, "save_every": 1000}
+    settings = {"evaluate_every": 4, "save_every": 1000, "progress": True}
     run = tmp_path / "run"
     # 12 queries and 12 documents, one at a time.
     evaluator = RetrievalEvaluator(pairs=tiny_pairs(12), batch_size=1)
@@ -169,7 +169,8 @@ def test_a_signal_ends_an_evaluation_between_two_batches(tmp_path, at, step, cap
 
 @pytest.mark.slow
 def test_all_ranks_end_an_evaluation_though_one_alone_gets_the_signal(tmp_path):
-    run, settings = tmp_path / "run", {"evaluate_every": 4, "save_every": 1000}
+    run = tmp_path / "run"
+    settings = {"evaluate_every": 4, "save_every": 1000, "progress": True}
     ranks = launch(tmp_path, slowly_evaluated_run, run, ranks=2, **settings)
     wait_for((tmp_path / "evaluating").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
@@ -202,7 +203,8 @@ def ctrl_c():
 @pytest.mark.slow
 def test_the_first_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint(tmp_path, ctrl_c, capfd):
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", objective=signalled(signal.SIGINT, at=5), save_every=1000)
+        objective = signalled(signal.SIGINT, at=5)
+        train(tmp_path / "run", objective=objective, save_every=1000, progress=True)
     printed = capfd.readouterr().err
     assert printed.count("finishing this step; press Ctrl-C again to stop at once\n") == 1
     assert "stopped by SIGINT after step 5: its checkpoint is in" in printed
@@ -234,7 +236,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once_and_so_does_the_first_where_nothin
 @pytest.mark.slow
 def test_all_ranks_stop_at_one_step_though_one_alone_gets_the_signal(tmp_path):
     run = tmp_path / "run"
-    ranks = launch(tmp_path, small_run, run, ranks=2, delay=0.1, save_every=1000)
+    settings = {"delay": 0.1, "save_every": 1000, "progress": True}
+    ranks = launch(tmp_path, small_run, run, ranks=2, **settings)
     wait_for((run / "metrics.jsonl").exists)
     os.kill(ranks[1].pid, signal.SIGTERM)
     ended = [process.end() for process in ranks]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import signal
 from dataclasses import replace
@@ -476,11 +477,12 @@ def test_parts_that_do_not_fit_are_refused_before_any_work(
 
 
 @pytest.mark.parametrize(("epochs", "max_steps"), [(3, 18), (1, 18), (3, 7)])
-def test_max_steps_overrides_epochs(tmp_path: Path, capsys, epochs: int, max_steps: int):
+def test_max_steps_overrides_epochs(tmp_path: Path, caplog, epochs: int, max_steps: int):
     """The schedule ends with the last step."""
+    caplog.set_level(logging.INFO, "dualenc")
     trained = train(tmp_path / "alone", epochs=None, max_steps=max_steps)
     assert train(tmp_path / "both", epochs=epochs, max_steps=max_steps).steps == max_steps
-    assert f"max_steps={max_steps} overrides epochs={epochs}" in capsys.readouterr().err
+    assert f"max_steps={max_steps} overrides epochs={epochs}" in caplog.messages
     assert trained.steps == max_steps
     assert same(weights(tmp_path / "alone"), weights(tmp_path / "both"))
     lines = read_metrics(tmp_path / "both" / "metrics.jsonl")
@@ -497,12 +499,37 @@ def test_a_run_resumes_beyond_its_epochs(tmp_path: Path):
     assert same(weights(tmp_path / "killed"), weights(tmp_path / "whole"))
 
 
-def test_mined_negatives_that_an_objective_does_not_take_are_told(tmp_path: Path, capsys):
+@pytest.mark.parametrize("progress", [True, False])
+def test_lines_are_always_logged_and_printed_only_with_progress(
+    tmp_path: Path, capfd, caplog, progress: bool
+):
+    line = "max_steps=2 overrides epochs=1"
+    caplog.set_level(logging.INFO, "dualenc")
+    train(tmp_path, epochs=1, max_steps=2, progress=progress)
+    assert caplog.messages.count(line) == 1
+    printed = capfd.readouterr()
+    assert printed.err.splitlines().count(line) == progress
+    assert printed.out == ""
+    assert progress or printed.err == ""
+
+
+def test_a_handler_of_the_training_logger_replaces_the_printing(tmp_path: Path, capsys):
+    logger = logging.getLogger("dualenc.training")
+    logger.addHandler(handler := logging.NullHandler())
+    try:
+        train(tmp_path, epochs=1, max_steps=2, progress=True)
+    finally:
+        logger.removeHandler(handler)
+    assert "overrides" not in capsys.readouterr().err
+
+
+def test_mined_negatives_that_an_objective_does_not_take_are_told(tmp_path: Path, caplog):
+    caplog.set_level(logging.INFO, "dualenc")
     pairs = tiny_pairs(negatives=[[(i + 3) % 24] for i in range(24)])
     for objective, expected in ((ISIR(num_left=24), True), (InfoNCE(num_left=24), False)):
         train(tmp_path / objective.name, pairs=pairs, objective=objective.double(), epochs=1)
         said = f"{objective.name} takes no mined negatives: those of the data are left out"
-        assert (said in capsys.readouterr().err) == expected
+        assert (said in caplog.messages) == expected
 
 
 @pytest.mark.slow
