@@ -26,8 +26,10 @@ WIDE = 1000  # columns that no usage line reaches
 INTRODUCTION = """\
 # Entry points
 
-What trains a model and searches with it, with exact signatures. The references of [encoders](encoders.md),
-[data](data.md), [objectives](objectives.md), [training](training.md) and [search](search.md) say what each argument
+What trains a model and searches with it, with exact signatures. The references of \
+[encoders](encoders.md),
+[data](data.md), [objectives](objectives.md), [training](training.md) and [search](search.md) say \
+what each argument
 means. A whole program:
 
 ```python
@@ -55,7 +57,8 @@ for hit in Searcher.open("index").search("how do I resume?", k=5):
     print(hit.score, hit.id, hit.snippet)
 ```
 
-In the signatures `Count` is a whole number of at least 1, `Share` lies in [0, 1), `Positive` is above 0 and
+In the signatures `Count` is a whole number of at least 1, `Share` lies in [0, 1), `Positive` is \
+above 0 and
 `NotNegative` 0 or more. This page is written by `python docs/entry_points.py`."""
 
 

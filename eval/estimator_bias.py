@@ -349,7 +349,10 @@ def main(
         )
     what = "views" if views else "pairs"
     averaged = STRETCHES * how["stretch"]
-    title = f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {averaged} epochs; loss {exact_value:.3f}"
+    title = (
+        f"N = {num_pairs} {what}, B = {batch_size}, τ = {temperature}, {averaged} epochs; "
+        f"loss {exact_value:.3f}"
+    )
     print_table(Table(title, rows))
     if out is not None:
         draw(results, out, title)

@@ -158,10 +158,11 @@ def train_open_clip(
         output_dict=True,
     )
     args = SimpleNamespace(
-        train_data=str(data["train"]), val_data=str(data["test"]), dataset_type="csv", csv_separator="\t",
-        csv_img_key="filepath", csv_caption_key="title", batch_size=batch_size, workers=0, imagenet_val=None,
-        imagenet_v2=None, device="cpu", precision="fp32", accum_freq=1, skip_scheduler=False, grad_clip_norm=None,
-        distill=False, horovod=False, distributed=False, rank=0, local_rank=0, world_size=1, epochs=epochs,
+        train_data=str(data["train"]), val_data=str(data["test"]), dataset_type="csv",
+        csv_separator="\t", csv_img_key="filepath", csv_caption_key="title",
+        batch_size=batch_size, workers=0, imagenet_val=None, imagenet_v2=None, device="cpu",
+        precision="fp32", accum_freq=1, skip_scheduler=False, grad_clip_norm=None, distill=False,
+        horovod=False, distributed=False, rank=0, local_rank=0, world_size=1, epochs=epochs,
         val_frequency=1, log_every_n_steps=10**9, save_logs=False, wandb=False,
     )  # fmt: skip
     prepare = transforms.Compose([transforms.ToTensor(), transforms.Normalize(0.5, 0.25)])

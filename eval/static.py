@@ -249,7 +249,8 @@ def run(
                 for seed in range(seeds)
             ]
             print(
-                f"{task.name} {name}: {[round(one, 4) for one in scores]} τ {temperature} rate {rate}",
+                f"{task.name} {name}: {[round(one, 4) for one in scores]} "
+                f"τ {temperature} rate {rate}",
                 flush=True,
             )
 

@@ -195,10 +195,8 @@ def run(
                 break
         wanted = [{**tuning, "steps": steps, "seed": seed, "rate": best} for seed in range(seeds)]
         ends = runs.get(wanted, compute)
-        print(
-            f"{name}, rate {best}: {[(round(one['loss'], 4), one['squared_gradient']) for one in ends]}",
-            flush=True,
-        )
+        found = [(round(one["loss"], 4), one["squared_gradient"]) for one in ends]
+        print(f"{name}, rate {best}: {found}", flush=True)
 
 
 def report(results: Path = RESULTS, figure: Path | None = None) -> None:

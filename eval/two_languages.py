@@ -57,7 +57,8 @@ def main(flickr: Path, folder: Path, seed: int = 0) -> None:
         table = flickr / f"{part}.parquet"
         if not table.is_file():
             raise DualencError(
-                f"{table}: no such table; give the folder of train.parquet, dev.parquet, test.parquet"
+                f"{table}: no such table; "
+                "give the folder of train.parquet, dev.parquet, test.parquet"
             )
         judged = ["query-id\tcorpus-id\tscore"]
         for image, captions in enumerate(pd.read_parquet(table, columns=["captions"])["captions"]):

@@ -55,7 +55,8 @@ def main(num_pairs: int = 512, steps: int = 300, batch_size: int = 16) -> tuple[
         optimizer.step()
     after = exact_loss()
     print(
-        f"exact global loss over {num_pairs} pairs: {before:.2f} → {after:.2f}, from batches of {batch_size}"
+        f"exact global loss over {num_pairs} pairs: {before:.2f} → {after:.2f}, "
+        f"from batches of {batch_size}"
     )
     return before, after
 

@@ -53,7 +53,8 @@ def main(folder: Path = Path("runs/example_text")) -> TrainingResult:
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 
     print(
-        f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}"
+        f"nDCG@10 on held-out queries: "
+        f"{result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}"
     )
     print(f"{result.model_folder} loads in sentence_transformers.SentenceTransformer too")
     return result

@@ -112,7 +112,10 @@ def write_clip_files(folder: Path) -> list[str]:
     (folder / "tiny-clip.json").write_text(json.dumps(config))
     open_clip.add_model_config(folder / "tiny-clip.json")
     files = f"--train-data {folder}/train.tsv --val-data {folder}/test.tsv --dataset-type csv"
-    settings = "--epochs 16 --batch-size 32 --lr 2e-3 --lr-scheduler const --precision fp32 --device cpu --workers 0"
+    settings = (
+        "--epochs 16 --batch-size 32 --lr 2e-3 --lr-scheduler const --precision fp32 "
+        "--device cpu --workers 0"
+    )
     return f"--model tiny-clip {files} {settings} --skip-scheduler".split()
 
 

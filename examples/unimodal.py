@@ -45,7 +45,8 @@ def main(folder: Path = Path("runs/example_unimodal"), epochs: int = 15) -> Trai
     before, after = result.before["knn_accuracy"], result.metrics["knn_accuracy"]
     print(f"5-NN accuracy on test images: {before:.3f} → {after:.3f}")
     print(
-        f"{result.model_folder / 'README.md'} shows how timm loads the backbone with its small-image stem"
+        f"{result.model_folder / 'README.md'} "
+        "shows how timm loads the backbone with its small-image stem"
     )
     return result
 

@@ -60,7 +60,8 @@ def main(folder: Path = Path("runs/example_vectors")) -> TrainingResult:
     result = trainer.fit(model, pairs, objective, evaluator=RetrievalEvaluator(pairs=held_out))
 
     print(
-        f"nDCG@10 on held-out queries: {result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}"
+        f"nDCG@10 on held-out queries: "
+        f"{result.before['ndcg@10']:.3f} → {result.metrics['ndcg@10']:.3f}"
     )
     print(f"dualenc index {result.model_folder} documents.npy --out index")
     return result

@@ -123,7 +123,8 @@ def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> Non
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
     found = ", ".join(f"{name} {medians[name]:.2f} s (loss {losses[name]:.4f})" for name in rivals)
     print(
-        f"one spectral group of {K * B:,}, {data}: {found}; ratio {medians['ours'] / medians['scikit-learn']:.2f}"
+        f"one spectral group of {K * B:,}, {data}: {found}; "
+        f"ratio {medians['ours'] / medians['scikit-learn']:.2f}"
     )
 
 
@@ -144,7 +145,8 @@ def main(
         clusters: of the synthetic embeddings (D = 128).
     """
     print(
-        f"{'data':10} {'N':>9} {'method':10} {'seconds':>10} {'loss':>8} {'faster':>13} {'harder':>10} {'peak GB':>8}"
+        f"{'data':10} {'N':>9} {'method':10} {'seconds':>10} "
+        f"{'loss':>8} {'faster':>13} {'harder':>10} {'peak GB':>8}"
     )
     for size in sorted(sizes):
         compare("clustered", *clustered_embeddings(size, clusters), spectral_up_to)

@@ -69,13 +69,16 @@ def main(
     seconds = time.perf_counter() - start
     top1 = summarize_nearest(found, ALL)["top1"]
     print(
-        f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; top-1 {top1:.3f}"
+        f"{len(source)} images of {size} pixels, {len(ALL)} corruptions, {num_workers} workers; "
+        f"top-1 {top1:.3f}"
     )
     print(
-        f"{1000 * seconds / len(source):.1f} ms per image, {1000 * sum(searches) / len(source):.2f} of them in search"
+        f"{1000 * seconds / len(source):.1f} ms per image, "
+        f"{1000 * sum(searches) / len(source):.2f} of them in search"
     )
     print(
-        f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for {ALL_IMAGES:,} images (want ≤ 15)"
+        f"{ALL_IMAGES * seconds / len(source) / 60:.1f} minutes for "
+        f"{ALL_IMAGES:,} images (want ≤ 15)"
     )
 
 

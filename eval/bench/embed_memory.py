@@ -158,14 +158,14 @@ def main(
                     >> 20
                 )
                 print(
-                    f"{kind:>7}: {items:>9,} texts of {size:5,} MiB in {seconds:6.1f} s: {before / 2**20:6.0f} MiB "
-                    f"at the start, {opened / 2**20:6.0f} when opened, {highest / 2**20:6.0f} at most",
+                    f"{kind:>7}: {items:>9,} texts of {size:5,} MiB in {seconds:6.1f} s: "
+                    f"{before / 2**20:6.0f} MiB at the start, {opened / 2**20:6.0f} when opened, "
+                    f"{highest / 2**20:6.0f} at most",
                     flush=True,
                 )
                 peaks.append(highest)
-            print(
-                f"{kind:>7}: {(peaks[1] - peaks[0]) / (texts - texts // 10):.0f} bytes for each further text"
-            )
+            growth = (peaks[1] - peaks[0]) / (texts - texts // 10)
+            print(f"{kind:>7}: {growth:.0f} bytes for each further text")
 
 
 if __name__ == "__main__":

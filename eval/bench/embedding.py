@@ -91,7 +91,10 @@ def main(
         times, vectors = in_turn(runs, repeats)
         np.testing.assert_allclose(vectors["ours"], vectors["theirs"], atol=1e-4)
         mine, reference = (statistics.median(times[side]) for side in ("ours", "theirs"))
-        rates = f"{len(items) / mine:8.1f} texts/s, SentenceTransformer.encode {len(items) / reference:8.1f}"
+        rates = (
+            f"{len(items) / mine:8.1f} texts/s, "
+            f"SentenceTransformer.encode {len(items) / reference:8.1f}"
+        )
         print(f"{name:>10}: dualenc {rates}, ratio {reference / mine:.2f} (want ≥ 1.00)")
 
 

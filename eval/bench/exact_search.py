@@ -106,7 +106,8 @@ def main(
     print(f"{queries:,} queries, {documents:,} documents of {dim} numbers in float16, k = {k}")
     print(f"{faiss.omp_get_max_threads()} threads of FAISS, {torch.get_num_threads()} of torch")
     print(
-        "| | seconds, least (median) | over FAISS | scores differ by | other documents, of equal score |"
+        "| | seconds, least (median) | over FAISS | scores differ by | "
+        "other documents, of equal score |"
     )
     print("|---|---|---|---|---|")
     least = min(times["FAISS, CPU"])

@@ -163,7 +163,8 @@ def main(
     if threads is not None:
         faiss.omp_set_num_threads(threads)
     print(
-        f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, {faiss.omp_get_max_threads()} threads"
+        f"{vectors:,} vectors of dimension {dim}, {queries:,} queries, "
+        f"{faiss.omp_get_max_threads()} threads"
     )
     with tempfile.TemporaryDirectory() as folder:
         embeddings = write(Path(folder) / "embeddings", clustered(vectors, dim, seed=1))

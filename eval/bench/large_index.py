@@ -101,7 +101,8 @@ def main(
     around = np.random.default_rng(0).standard_normal((centres, dim), dtype=np.float32)
     place = Path(folder)
     print(
-        f"{vectors:,} × {dim}, RLIMIT_DATA {limit}, memory {memory}; before: {private_mebibytes()[0]} MiB private"
+        f"{vectors:,} × {dim}, RLIMIT_DATA {limit}, memory {memory}; "
+        f"before: {private_mebibytes()[0]} MiB private"
     )
 
     def write() -> None:

@@ -188,11 +188,13 @@ def main(
     shared |= {"steps": steps, "num_items": num_items or 2 * max(batch_sizes), "device": device}
     if unknown := set(objectives) - set(OBJECTIVES):
         raise SystemExit(
-            f"objectives: {', '.join(sorted(unknown))} not known; choose from {', '.join(OBJECTIVES)}"
+            f"objectives: {', '.join(sorted(unknown))} not known; "
+            f"choose from {', '.join(OBJECTIVES)}"
         )
     print(f"{encoder} ({size}), chunks of {chunk_size}, {device}; the most is 1.2")
     print(
-        f"{'objective':<16}{'B':>7}{'peak, MiB':>11}{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}"
+        f"{'objective':<16}{'B':>7}{'peak, MiB':>11}"
+        f"{'ratio':>8}{'inputs, MiB':>13}{'ratio without':>15}"
     )
     for name in objectives:
         first: dict[str, float] = {}

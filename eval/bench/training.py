@@ -209,7 +209,8 @@ def limits(task: Task, options: Options, precisions: set[str]) -> dict[str, floa
     }
     for name, rate in rates.items():
         print(
-            f"{task.name}: {flops / 1e9:,.1f} GFLOP per step; {name} products at {rate / 1e12:,.3f} TFLOP/s"
+            f"{task.name}: {flops / 1e9:,.1f} GFLOP per step; "
+            f"{name} products at {rate / 1e12:,.3f} TFLOP/s"
         )
     return {name: flops / rate for name, rate in rates.items()}
 
@@ -234,7 +235,8 @@ def measure(task: Task, options: Options) -> Iterator[list[dict[str, Any]]]:
                 times[row.name].append(seconds_per_step(row.train, options.steps))
             except Exception as error:
                 print(
-                    f"{task.name}: no row {row.name}: {type(error).__name__}: {str(error).splitlines()[:1]}"
+                    f"{task.name}: no row {row.name}: "
+                    f"{type(error).__name__}: {str(error).splitlines()[:1]}"
                 )
                 rows.remove(row)
             yield table_rows(
