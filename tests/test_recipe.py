@@ -1,5 +1,8 @@
 """Recipes: sections, links, overrides, and errors that name the nearest valid key."""
 
+import importlib
+import itertools
+import pkgutil
 import shlex
 import shutil
 
@@ -9,10 +12,13 @@ import yaml
 from dualenc import cli
 from dualenc.commands.train import next_commands
 from dualenc.errors import DualencError
-from dualenc.recipe.resolve import _read_yaml, make_recipe, read_recipe
+from dualenc.recipe.check import FILLED, PACKAGES, parameters
+from dualenc.recipe.resolve import SECTIONS, _read_yaml, make_recipe, read_recipe
 from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training.log import read_metrics
+from dualenc.training.trainer import Trainer
 from tests.helpers import toy
+from tests.helpers.fakes import tiny_pairs
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +219,7 @@ REFUSALS = [
     ("objective.proposals=all", r"objective\.proposals is not a key of SogCLR"),
     (
         "objective={class_path: EMC2, init_args: {proposals: all}}",
-        "objective.proposals is 'all'; it must be 'batch' or it must be a valid integer",
+        "objective.proposals is 'all'; it must be 'batch' or a valid integer",
     ),
     (
         "data={class_path: PairDataset, init_args: {left_items: {class_path: BeirPairs}}}",
@@ -243,6 +249,26 @@ REFUSALS = [
         "trainer.freeze is not plain data .*bytes.*; give strings, numbers",
     ),
 ]
+
+
+@pytest.mark.parametrize("base", FILLED)
+def test_arguments_taken_from_the_training_exist(base):
+    [section] = [path for path in SECTIONS.values() if path.endswith(f".{base}")]
+    kind = pkgutil.resolve_name(section)
+    packages = [vars(importlib.import_module(package)).values() for package in PACKAGES]
+    kinds = [each for each in itertools.chain(*packages) if isinstance(each, type)]
+    known = set().union(*(parameters(each) for each in kinds if issubclass(each, kind)))
+    assert set(FILLED[base]) <= known
+
+
+def test_equal_names_are_taken_in_one_way():
+    """The parts of a recipe get them by name."""
+    data = tiny_pairs(8)
+    trainer = Trainer(output="run", batch_size=7, seed=6)
+    taken = {}
+    for takes in FILLED.values():
+        for name, take in takes.items():
+            assert taken.setdefault(name, take(trainer, data)) == take(trainer, data)
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSALS)
@@ -389,6 +415,16 @@ def test_a_run_can_be_resumed_and_ends_with_commands_that_can_be_pasted(
         out = ["--out", str(tmp_path / "evaluation")] if "evaluate" in line else []
         assert cli.main([*line.split()[1:], *out]) == 0
     assert cli.main([*words, "--resume"]) == 0
+
+
+@pytest.mark.parametrize("progress", ["true", "false"])
+def test_the_command_line_prints_the_lines_of_a_run_on_stderr(recipe, capfd, progress):
+    words = ["train", recipe, "trainer.epochs=1", "trainer.max_steps=1"]
+    assert cli.main([*words, f"trainer.progress={progress}"]) == 0
+    line = "max_steps=1 overrides epochs=1"
+    printed = capfd.readouterr()
+    assert printed.err.splitlines().count(line) == 1
+    assert line not in printed.out
 
 
 RETRIEVAL = {"class_path": "dualenc.training.evaluators.RetrievalEvaluator"}

@@ -18,13 +18,17 @@ import sys
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pydantic
 
 from dualenc.errors import DualencError, explain, nearest
+
+if TYPE_CHECKING:
+    from dualenc.data.pairs import PairDataset
+    from dualenc.training.trainer import Trainer
 
 PACKAGES = (
     "dualenc.data",
@@ -36,13 +40,29 @@ PACKAGES = (
     "dualenc.training.trainer",
 )
 """The registry: a recipe may name the classes of these packages, with or without the package."""
-FILLED = {
-    "DualEncoder": ("input_dim", "right_input_dim"),
-    "Objective": ("num_left", "num_right", "views", "seed"),
-    "BatchSelector": ("num_pairs", "batch_size", "seed"),
+FILLED: Mapping[str, Mapping[str, Callable[[Trainer, PairDataset], Any]]] = {
+    "DualEncoder": {
+        "input_dim": lambda _, data: data.left_dim,
+        "right_input_dim": lambda _, data: data.right_dim,
+    },
+    "Objective": {
+        "num_left": lambda _, data: data.num_left,
+        "num_right": lambda _, data: data.num_right,
+        "views": lambda _, data: data.views,
+        "seed": lambda trainer, _: trainer.seed,
+    },
+    "BatchSelector": {
+        "num_pairs": lambda _, data: len(data),
+        "batch_size": lambda trainer, _: trainer.batch_size,
+        "seed": lambda trainer, _: trainer.seed,
+    },
 }
-"""Arguments that `Recipe.build` fills in, so that a recipe must leave them out, by base class."""
+"""Arguments that `Recipe.build` takes from trainer and data, by base class.
+
+A recipe must leave them out.
+"""
 CLASS_KEYS = ("class_path", "init_args")
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CONTAINERS = (typing.Union, types.UnionType, list, tuple, Sequence, dict, Mapping)
 PLAIN = (bool, int, float, str, Path, os.PathLike, types.NoneType, Literal, Any, object, ...)
 
@@ -64,15 +84,14 @@ def build(value: Any, place: str, filled: Mapping[str, Any]) -> Any:
     """
     if not isinstance(value, dict):
         return value
+    given = value["init_args"] if isinstance(value, CheckedClass) else value
+    built = {name: build(item, f"{place}.{name}", filled) for name, item in given.items()}
     if not isinstance(value, CheckedClass):
-        return {key: build(item, f"{place}.{key}", filled) for key, item in value.items()}
+        return built
     kind = pkgutil.resolve_name(value["class_path"])
-    arguments = {name: filled[name] for name in parameters(kind).keys() & filled.keys()}
-    given = value["init_args"]
-    for name, item in given.items():
-        arguments[name] = build(item, f"{place}.{name}", filled)
+    taken = {name: filled[name] for name in filled.keys() & parameters(kind).keys()}
     try:
-        return kind(**arguments)
+        return kind(**(taken | built))
     except (DualencError, OSError) as error:
         raise DualencError(_with_key(str(error), place, kind.__name__, given)) from error
 
@@ -83,10 +102,11 @@ def _with_key(message: str, place: str, name: str, given: Mapping[str, Any]) -> 
     first_word = message.split(maxsplit=1)[0] if message else ""
     if first_word in given:
         return f"{place}.{message}"
-    # A path or a name identifies its argument; short values occur in any message.
-    texts = {key: value for key, value in given.items() if isinstance(value, str)}
-    texts = {key: value for key, value in texts.items() if len(value) > 2}
-    about = [key for key, value in texts.items() if value in message]
+    about = []
+    for key, value in given.items():
+        # A path or a name identifies its argument; short values occur in any message.
+        if isinstance(value, str) and len(value) > 2 and value in message:
+            about.append(key)
     if len(about) == 1:
         return f"{place}.{about[0]}: {message}"
     return f"{place}: {name}: {message}"
@@ -111,12 +131,13 @@ def parameters(kind: type) -> dict[str, inspect.Parameter]:
         )
         hints = typing.get_type_hints(constructor, localns=names)
         _, *declared = inspect.signature(constructor).parameters.values()
+        kinds = [parameter.kind for parameter in declared]
         for parameter in declared:
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            if parameter.kind in NAMED:
                 typed = parameter.replace(annotation=hints.get(parameter.name, Any))
                 # The subclass's own declaration wins.
                 known.setdefault(parameter.name, typed)
-        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in declared):
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
             break
     return known
 
@@ -136,18 +157,19 @@ def check_value(value: Any, hint: Any, place: str, allowed: Sequence[str]) -> An
         return _check_plain(value, hint, place)
     kind = typing.get_origin(hint) or hint
     # `X | None`: the value is None or an X.
-    inner = [member for member in typing.get_args(hint) if member is not types.NoneType]
-    if len(inner) < len(typing.get_args(hint)):
-        return None if value is None else check_value(value, inner[0], place, allowed)
-    if kind is Mapping:
-        if not isinstance(value, dict):
-            fix = "it must name several classes, each by a key"
-            raise DualencError(f"{place} is {value!r}", fix=fix)
-        checked = {}
-        for key, item in value.items():
-            checked[key] = check_value(item, inner[1], f"{place}.{key}", allowed)
-        return checked
-    return _check_class(value, kind, place, allowed)
+    members = typing.get_args(hint)
+    if types.NoneType in members:
+        inner = next(member for member in members if member is not types.NoneType)
+        return None if value is None else check_value(value, inner, place, allowed)
+    if kind is not Mapping:
+        return _check_class(value, kind, place, allowed)
+    if not isinstance(value, dict):
+        fix = "it must name several classes, each by a key"
+        raise DualencError(f"{place} is {value!r}", fix=fix)
+    checked = {}
+    for key, item in value.items():
+        checked[key] = check_value(item, members[1], f"{place}.{key}", allowed)
+    return checked
 
 
 def _is_plain(hint: Any) -> bool:
@@ -173,15 +195,28 @@ def _check_plain(value: Any, hint: Any, place: str) -> Any:
     try:
         return adapter.validate_json(text)
     except pydantic.ValidationError as error:
-        details = error.errors()
+        raise mistyped(value, place, error) from None
+
+
+def mistyped(value: Any, place: str, error: pydantic.ValidationError) -> DualencError:
+    """Return the error for a value that does not have the type of its argument.
+
+    Args:
+        value: value that was checked.
+        place: name of the value.
+        error: error of pydantic.
+    """
+    details = error.errors()
     for key in details[0]["loc"]:
         try:
             value = value[key]
         except (KeyError, IndexError, TypeError):
             break  # pydantic names the member of a union here
         place += f"[{key}]" if isinstance(key, int) else f".{key}"
-    reasons = " or ".join(dict.fromkeys(each["msg"] for each in details))
-    raise DualencError(f"{place} is {value!r}", fix=reasons.replace("Input should", "it must"))
+    # A union has one message per member.
+    messages = dict.fromkeys(each["msg"] for each in details)
+    reasons = " or ".join(messages).replace("Input should", "it must", 1)
+    return DualencError(f"{place} is {value!r}", fix=reasons.replace("Input should be ", ""))
 
 
 def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> CheckedClass:
@@ -190,9 +225,10 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
         fix = f"it must name a class of type {base.__name__} by class_path and init_args"
         raise DualencError(f"{place} is {value!r}", fix=fix)
     full_path, kind = _find_class(value["class_path"], base, f"{place}.class_path", allowed)
+    known = parameters(kind)
     # A common slip: an argument beside class_path instead of inside init_args.
     for key in value:
-        if key not in CLASS_KEYS and key in parameters(kind):
+        if key not in CLASS_KEYS and key in known:
             fix = f"write {place.rpartition(': ')[2]}.init_args.{key}"
             raise DualencError(f"{place}.{key} is an argument of {kind.__name__}", fix=fix)
     check_keys(value, CLASS_KEYS, "a class", f"{place}.")
@@ -200,20 +236,17 @@ def _check_class(value: Any, base: Any, place: str, allowed: Sequence[str]) -> C
     if not isinstance(values, Mapping):
         fix = f"give those of {kind.__name__} by name"
         raise DualencError(f"{place} has arguments {values!r}", fix=fix)
-    known = parameters(kind)
     for name in FILLED.get(base.__name__, ()):
         known.pop(name, None)
         if name in values:
             raise DualencError(f"{place}.{name} is filled in by the training", fix="leave it out")
     check_keys(values, known, kind.__name__, f"{place}.")
-    arguments = {}
-    for name, parameter in known.items():
-        arguments[name] = parameter.default
-        if name in values:
-            arguments[name] = check_value(
-                values[name], parameter.annotation, f"{place}.{name}", allowed
-            )
-        elif parameter.default is parameter.empty:
+    arguments = {name: parameter.default for name, parameter in known.items()}
+    for name, item in values.items():
+        hint = known[name].annotation
+        arguments[name] = check_value(item, hint, f"{place}.{name}", allowed)
+    for name, argument in arguments.items():
+        if argument is inspect.Parameter.empty:
             raise DualencError(f"{place}.{name} is missing", fix=f"{kind.__name__} needs it")
     return CheckedClass(class_path=full_path, init_args=arguments)
 
@@ -228,7 +261,8 @@ def check_keys(values: Mapping[Any, Any], known: Collection[str], owner: str, pr
 def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tuple[str, type]:
     """Return the full path and the class that a recipe names: ours, or of an allowed module."""
     module, _, name = path.rpartition(".")
-    if module and not _is_within(module, ("dualenc", *allowed)):
+    trusted = ("dualenc", *allowed)
+    if module and not _is_within(module, trusted):
         fix = f"pass --allow-module {module.partition('.')[0]} if you trust its code"
         raise DualencError(f"{place} is {path!r}, outside dualenc", fix=fix)
     packages = (module,) if _is_within(module, allowed) else PACKAGES
@@ -239,13 +273,14 @@ def _find_class(path: str, base: Any, place: str, allowed: Sequence[str]) -> tup
         # A module also contains the classes that it imports, such as torch.nn.Linear: a class must
         # be defined in dualenc or an allowed module, too.
         for key, kind in classes.items():
-            if _fits(kind, base) and _is_within(kind.__module__, ("dualenc", *allowed)):
+            if _fits(kind, base) and _is_within(kind.__module__, trusted):
                 if path in (key, f"{package}.{key}"):
                     return f"{package}.{key}", kind
                 names.append(key)
     expected = f"a class of type {base.__name__} in {module or 'dualenc'}"
     suggestion = nearest(name, names)
-    fix = "" if suggestion else f"choose from: {', '.join(dict.fromkeys(names)) or 'none'}"
+    choices = ", ".join(dict.fromkeys(names)) or "none"
+    fix = "" if suggestion else f"choose from: {choices}"
     raise DualencError(f"{place} is {path!r}, which is not {expected}{suggestion}", fix=fix)
 
 
@@ -258,4 +293,5 @@ def _fits(value: Any, base: Any) -> bool:
 
 
 def _is_within(module: str, packages: Sequence[str]) -> bool:
-    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+    prefixes = tuple(f"{package}." for package in packages)
+    return f"{module}.".startswith(prefixes)

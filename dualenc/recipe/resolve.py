@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from dualenc.errors import DualencError
-from dualenc.recipe.check import CLASS_KEYS, build, check_keys, check_value
+from dualenc.recipe.check import CLASS_KEYS, FILLED, build, check_keys, check_value
 from dualenc.recipe.yaml_files import RecipeLoader
 from dualenc.types import one_or_several
 
@@ -76,16 +76,10 @@ class Recipe:
         trainer = build(self.sections["trainer"], f"{self.source}: trainer", {})
         seed_everything(trainer.seed)
         data = build(self.sections["data"], f"{self.source}: data", {})
-        filled = {
-            "seed": trainer.seed,
-            "batch_size": trainer.batch_size,
-            "num_pairs": len(data),
-            "num_left": data.num_left,
-            "num_right": data.num_right,
-            "views": data.views,
-            "input_dim": data.left_dim,
-            "right_input_dim": data.right_dim,
-        }
+        filled = {}
+        for takes in FILLED.values():
+            for name, take in takes.items():
+                filled[name] = take(trainer, data)
         parts = {"trainer": trainer, "data": data}
         for section in ("model", "objective", "batching", "evaluator"):
             parts[section] = build(self.sections[section], f"{self.source}: {section}", filled)

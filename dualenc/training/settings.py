@@ -12,6 +12,7 @@ import pydantic
 from pydantic import Field
 
 from dualenc.errors import DualencError
+from dualenc.recipe.check import mistyped
 from dualenc.training.optim import OptimizerName, ScheduleName
 from dualenc.types import OnError
 
@@ -104,7 +105,8 @@ class TrainerSettings:
         deterministic: true for deterministic GPU algorithms: the same seed gives the same run, up
             to rounding in fused attention.
         overwrite: true to replace a run in the output folder. Folders with other files are refused.
-        progress: true to show progress bars for training and evaluation.
+        progress: true to show progress bars, and what happens in the run, on stderr. The logger
+            "dualenc.training" gets these lines, too.
 
     Raises:
         DualencError: a setting is out of range.
@@ -161,12 +163,7 @@ class TrainerSettings:
                 # Strict, so that "3" or true is not taken for a number.
                 pydantic.TypeAdapter(hint).validate_python(value, strict=True)
             except pydantic.ValidationError as error:
-                # A union has one message per member.
-                reasons = [each["msg"].removeprefix("Input should be ") for each in error.errors()]
-                raise DualencError(
-                    f"{name} is {value!r}",
-                    fix=f"it must be {' or '.join(reasons)}",
-                ) from None
+                raise mistyped(value, name, error) from None
         if self.patience is not None and (self.evaluate_every is None or not self.keep_best):
             raise DualencError(
                 "patience counts evaluations",
