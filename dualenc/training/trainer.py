@@ -186,11 +186,6 @@ class Trainer(TrainerSettings):
 
     def _batching(self, pairs: PairDataset, batching: BatchSelector | None) -> BatchSelector:
         """Return the given batch selector, or the default for the data."""
-        if self.batch_size > len(pairs):
-            raise DualencError(
-                f"batch_size is {self.batch_size} but there are {len(pairs)} pairs",
-                fix="make it smaller",
-            )
         if not isinstance(pairs, Mixture) or pairs.is_plain:
             return batching or RandomBatches(len(pairs), self.batch_size, seed=self.seed)
         if batching is not None and not isinstance(batching, MixtureBatches):

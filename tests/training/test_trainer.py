@@ -406,7 +406,10 @@ SIZES = {"num_left": 38, "num_right": 38}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 25}, "batch_size is 25 but there are 24 pairs"),
+        (
+            {"batch_size": 25},
+            "batch_size 25 exceeds num_pairs 24; choose a batch_size of at most 24",
+        ),
         ({"batching": RandomBatches(24, 8)}, "batches of 8 of 24 pairs, but batch_size is 6"),
         ({"batching": RandomBatches(30, 6)}, "batches of 6 of 30 pairs"),
         ({"batching": RandomBatches(24, 6), "held_out": 0.1}, "batching is for all pairs"),
