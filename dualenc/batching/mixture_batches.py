@@ -51,9 +51,7 @@ class MixtureBatches(BatchSelector):
         super().__init__(sum(sizes), batch_size, seed)
         self.sizes = list(sizes)
         self.one_source = one_source
-        self.draws: list[int] = []
-        for size, weight in zip(sizes, weights, strict=True):
-            self.draws.append(round(weight * size))
+        self.draws = [round(weight * size) for size, weight in zip(sizes, weights, strict=True)]
         if one_source:
             self.batches_of = [draws // batch_size for draws in self.draws]
         else:
@@ -100,12 +98,11 @@ class MixtureBatches(BatchSelector):
             return deal(all_counts, self.num_batches, self.batch_size, draw)
         batches = []
         start = 0
-        for number, size in enumerate(self.sizes):
-            num_batches = self.batches_of[number]
-            dealt = deal(counts[number], num_batches, self.batch_size, draw)
+        for own_counts, num_batches in zip(counts, self.batches_of, strict=True):
+            dealt = deal(own_counts, num_batches, self.batch_size, draw)
             # `deal` counts pairs within the source.
             batches.append(start + dealt)
-            start += size
+            start += len(own_counts)
         return draw.permutation(np.concatenate(batches))
 
     def counts(self, number: int, epoch: int) -> ndarray:

@@ -82,9 +82,9 @@ class BatchSelector(ABC):
 
     def random_batches(self, draw: Generator) -> ndarray:
         """Return a random partition of the pairs, (N // B, B)."""
-        number = self.num_pairs // self.batch_size
         order = draw.permutation(self.num_pairs)
-        return order[: number * self.batch_size].reshape(number, self.batch_size)
+        num_used = self.num_pairs - self.num_pairs % self.batch_size
+        return order[:num_used].reshape(-1, self.batch_size)
 
     def check_embeddings(self, left: ndarray, right: ndarray | None) -> tuple[ndarray, ndarray]:
         """Return both sides as finite float32 (N, D)."""
@@ -148,13 +148,11 @@ def batch_losses(left: ndarray, right: ndarray, batches: ndarray, temperature: f
         logits /= temperature
         positives = np.diagonal(logits, axis1=1, axis2=2)
         # Axis 1 holds the left anchors of a right item, axis 2 the right candidates of a left one.
-        per_anchor = [
-            logsumexp(logits, axis=1) - positives,
-            logsumexp(logits, axis=2) - positives,
-        ]
+        left_losses = logsumexp(logits, axis=1) - positives
+        right_losses = logsumexp(logits, axis=2) - positives
+        per_anchor = [left_losses, right_losses]
         # Averaged in float64: a batch has up to thousands of anchors.
-        mean = np.mean(per_anchor, axis=(0, 2), dtype=np.float64)
-        losses[start : start + step] = mean
+        losses[start : start + step] = np.mean(per_anchor, axis=(0, 2), dtype=np.float64)
     return losses
 
 

@@ -96,17 +96,12 @@ class SpectralBatches(BatchSelector):
         selected = []
         # In groups, because the affinity matrix is quadratic and its eigenvectors cubic in k·B.
         for first in range(0, len(batches), self.k):
-            last = first + self.k
-            group = batches[first:last].ravel()
+            group = batches[first : first + self.k].ravel()
             seed = int(draw.integers(2**31))
-            chosen = spectral_batches(
-                left[group],
-                right[group],
-                self.batch_size,
-                self.temperature,
-                seed,
+            rows = spectral_batches(
+                left[group], right[group], self.batch_size, self.temperature, seed
             )
-            selected.append(group[chosen])
+            selected.append(group[rows])
         return np.concatenate(selected)
 
 

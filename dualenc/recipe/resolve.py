@@ -124,11 +124,9 @@ def read_recipe(
     settings = _read_yaml(Path(path))
     # Outer keys first, and a class before its arguments, because a new class drops the old
     # arguments.
-    overrides = list(one_or_several(overrides))
-    changes = map(_parsed, overrides)
-    for names, text in sorted(
-        changes, key=lambda each: (len(each[0]), each[0][-1] != "class_path")
-    ):
+    changes = [_parsed(override) for override in one_or_several(overrides)]
+    changes.sort(key=lambda change: (len(change[0]), change[0][-1] != "class_path"))
+    for names, text in changes:
         _apply(settings, names, text)
     return make_recipe(_with_home(settings), str(path), allow_modules)
 
