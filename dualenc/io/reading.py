@@ -15,7 +15,7 @@ from dualenc.types import StrPath
 
 Source = TypeVar("Source", bound=StrPath)
 
-_KINDS = {
+JSON_TYPES = {
     dict: "an object",
     list: "a list",
     str: "a string",
@@ -96,7 +96,7 @@ def read_json_object(source: StrPath, kinds: Mapping[str, Any] | None = None) ->
     value = read_json(source)
     if not isinstance(value, dict):
         raise DualencError(
-            f"holds {_KINDS[type(value)]} instead of an object", fix=_RECREATE, where=source
+            f"holds {JSON_TYPES[type(value)]} instead of an object", fix=_RECREATE, where=source
         )
     check_fields(value, kinds or {}, source)
     return value
@@ -117,6 +117,6 @@ def check_fields(value: Mapping[str, Any], kinds: Mapping[str, Any], source: Str
         # Not isinstance: a bool is an instance of int.
         kind = type(value[name])
         if kind not in allowed:
-            expected = " or ".join(_KINDS[each] for each in allowed)
-            actual = _KINDS.get(kind, kind.__name__)
+            expected = " or ".join(JSON_TYPES[each] for each in allowed)
+            actual = JSON_TYPES.get(kind, kind.__name__)
             raise DualencError(f"{name!r} is {actual}, not {expected}", fix=_RECREATE, where=source)
