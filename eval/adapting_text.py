@@ -25,6 +25,7 @@ from dualenc.data import PairDataset
 from dualenc.data.corpus import RetrievalSet
 from dualenc.data.readers.beir import read_beir
 from dualenc.encoders import DualEncoder, IndexEncoder, TextEncoder
+from dualenc.io.provenance import Provenance
 from dualenc.objectives import FrozenCorpus, Objective, SogCLR
 from dualenc.search.embed.encode import embed
 from dualenc.training import Trainer
@@ -125,8 +126,7 @@ def whole(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
 
 def queries(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
     """The query tower, against the vectors of all documents."""
-    facts = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
-    encoder = IndexEncoder(model, {**facts, "dim": task.documents.shape[1]})
+    encoder = IndexEncoder(model, Provenance(dim=task.documents.shape[1]))
     items, left_id = task.texts(texts)
     documents = task.documents.numpy()
     pairs = PairDataset(items, documents, left_id, task.pairs[:, 1], right_modality="vector")

@@ -38,8 +38,7 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
     index = Index.build(embeddings, factory="auto")
     index.save(folder / "index")
     print(
-        f"{len(index)} documents, {index.meta['factory']}, "
-        f"recall@10 {index.meta['recall_at_10']:.3f}"
+        f"{len(index)} documents, {index.provenance.factory}, recall@10 {index.provenance.recall_at_10:.3f}"
     )
 
     index = Index.open(folder / "index")

@@ -122,18 +122,18 @@ def print_index(result: IndexResult, folder: str) -> None:
 
 def _print_measurements(result: IndexResult, folder: str) -> None:
     """Print kind, recall@10, latency and size of an index that was built."""
-    meta = result.meta
-    settings = "".join(f", {name}={value}" for name, value in meta["search_parameters"].items())
-    kind = f"{meta['factory']}{settings}, {meta['metric']}"
+    built = result.provenance
+    settings = "".join(f", {name}={value}" for name, value in built.search_parameters.items())
+    kind = f"{built.factory}{settings}, {built.metric}"
     size = f"{result.num_vectors:,} vectors of dimension {result.dim}"
     print(printable(f"{size} ({kind}) → {folder}"))
-    if "recall_at_10" not in meta:
+    if built.recall_at_10 is None:
         return
-    recall = meta["recall_at_10"]
-    print(f"recall@10 against exact search: {recall:.4f} ({meta['recall_queries']} queries)")
-    target = meta.get("target_recall", 0)
+    recall = built.recall_at_10
+    print(f"recall@10 against exact search: {recall:.4f} ({built.recall_queries} queries)")
+    target = built.target_recall or 0
     if recall < target - RECALL_TOLERANCE:
         advice = "give a --factory of finer codes or Refine(SQfp16)"
         print(f"this misses the target of {target:g}; {advice}")
-    times = ", ".join(f"{name} {value:.2f} ms" for name, value in meta["latency_ms"].items())
-    print(f"a query alone: {times}; {meta['bytes_per_vector']:,} bytes per vector")
+    times = ", ".join(f"{name} {value:.2f} ms" for name, value in built.latency_ms.items())
+    print(f"a query alone: {times}; {built.bytes_per_vector:,} bytes per vector")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -17,23 +16,16 @@ from dualenc.encoders.text import TextEncoder, TextTower
 from dualenc.encoders.vector import VectorEncoder, VectorTower, write_adapters
 from dualenc.errors import DualencError
 from dualenc.io.files import write_json
-from dualenc.io.reading import check_fields, read_json_object
+from dualenc.io.provenance import Provenance
+from dualenc.io.reading import read_json_object
 from dualenc.types import Side
 
 TRAINED_FILE = "trained_documents.json"
 VECTOR_FOLDER = "queries"
 """Subfolder with the adapter of query vectors."""
 
-TEXT_OR_NULL = (str, NoneType)
-FACTS = {
-    "model": TEXT_OR_NULL,
-    "model_checksum": TEXT_OR_NULL,
-    "side": str,
-    "dim": int,
-    "metric": str,
-}
-"""Facts about documents, and the types of their values."""
 DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
+"""Facts about documents of which nothing is known but their size, in the order of the file."""
 
 
 class IndexEncoder(DualEncoder):
@@ -41,18 +33,17 @@ class IndexEncoder(DualEncoder):
 
     Training changes queries only, so the index stays valid.
 
-        IndexEncoder(TextEncoder("me/base"), open_documents("index").meta)
+        IndexEncoder(TextEncoder("me/base"), open_documents("index").provenance)
 
     Args:
         queries: text or vector encoder, whose left tower is trained and right tower is not used. If
             the index holds only the leading components of a text model's vectors, the tower
             truncates its own to the same size (`truncate_dim`).
-        documents: facts about the document vectors: "dim", and optionally "model" and
-            "model_checksum" of the encoder that made them, with its "side" ("left" or "right") and
-            their "metric" ("cosine" or "ip").
+        documents: record of the document vectors: `dim`, and optionally `model` and
+            `model_checksum` of the encoder that made them, with its `side` and their `metric`.
 
     Attributes:
-        documents: the facts.
+        documents: these entries of the record.
         trained_ids: ids of the documents that were relevant in training; saved with the model.
 
     Raises:
@@ -64,17 +55,11 @@ class IndexEncoder(DualEncoder):
     right: VectorTower
     example_side = "left"
 
-    def __init__(self, queries: DualEncoder, documents: Mapping[str, Any]) -> None:
-        facts = DEFAULT_FACTS | {name: value for name, value in documents.items() if name in FACTS}
-        check_fields(facts, FACTS, "documents")
-        for name, allowed in (("side", ("left", "right")), ("metric", ("cosine", "ip"))):
-            if facts[name] not in allowed:
-                raise DualencError(
-                    f"{name} is {facts[name][:40]!r}",
-                    fix=f"give {' or '.join(allowed)}",
-                    where="documents",
-                )
-        dim = facts["dim"]
+    def __init__(self, queries: DualEncoder, documents: Provenance) -> None:
+        facts = documents.only([*DEFAULT_FACTS, "dim"]).entries()
+        documents = Provenance.from_entries(DEFAULT_FACTS | facts)
+        documents.check("documents", [*DEFAULT_FACTS, "dim"], "correct it")
+        dim = documents.dim
         left = queries.left
         if not isinstance(left, TextTower | VectorTower):
             raise DualencError(
@@ -91,7 +76,7 @@ class IndexEncoder(DualEncoder):
                 fix="append a map of that size with with_map",
             )
         super().__init__(left, right, kind="query-index")
-        self.documents: dict[str, Any] = facts
+        self.documents = documents
         self.trained_ids: list[str] = []
         self.base = dict(queries.base)
         # Documents are never encoded here, so only prompts of queries are kept.
@@ -119,7 +104,7 @@ class IndexEncoder(DualEncoder):
         else:
             queries = TextEncoder(str(folder))
         try:
-            model = cls(queries, config["documents"])
+            model = cls(queries, Provenance.from_entries(config["documents"]))
         except DualencError as error:
             raise DualencError(str(error), where=path) from None
         model.trained_ids = trained_ids
@@ -127,7 +112,8 @@ class IndexEncoder(DualEncoder):
 
     def write(self, folder: Path) -> None:
         """Write the query tower (texts: a sentence-transformers folder) and the document facts."""
-        config = {"kind": self.kind, "queries": self.left.modality, "documents": self.documents}
+        documents = self.documents.entries()
+        config = {"kind": self.kind, "queries": self.left.modality, "documents": documents}
         write_json(folder / DUALENC_FILE, config)
         write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
         if isinstance(self.left, TextTower):
@@ -154,7 +140,7 @@ class IndexEncoder(DualEncoder):
             options: further arguments of `DualEncoder.encode`.
         """
         if side == "right" and isinstance(items, Sequence) and items and isinstance(items[0], str):
-            model = " ".join((self.documents["model"] or "the model of the index").split())
+            model = " ".join((self.documents.model or "the model of the index").split())
             raise DualencError(
                 "documents are the vectors of the index",
                 fix=f"embed new ones with {model}",
@@ -169,10 +155,10 @@ class IndexEncoder(DualEncoder):
             card: additional content, see `render_card`.
             on_hub: True if `name` is a repository of the hub.
         """
-        model = self.documents["model"]
+        model = self.documents.model
         made_by = f"the model {model}" if model else "an unknown model"
         text = (
-            f"The documents are the vectors of an index ({self.documents['metric']}), made by "
+            f"The documents are the vectors of an index ({self.documents.metric}), made by "
             f"{made_by}. Only the query tower was trained, so the index stays valid, and new "
             f"documents must be embedded with its model. {TRAINED_FILE} lists the documents that "
             "were relevant in training."

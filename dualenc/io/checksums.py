@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,14 +49,20 @@ def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def verify_files(
-    folder: Path, names: Iterable[str], meta: Mapping[str, Any], remedy: str, whole: bool
+    folder: Path,
+    names: Iterable[str],
+    sizes: Mapping[str, int],
+    files: Mapping[str, str],
+    remedy: str,
+    whole: bool,
 ) -> None:
     """Verify that the files of a folder are unchanged since they were written.
 
     Args:
         folder: folder that contains the files.
         names: names of the files that belong to it.
-        meta: contents of its meta.json, with the entries of `recorded`.
+        sizes: recorded bytes by name, see `recorded`.
+        files: recorded SHA-256 by name.
         remedy: fix to suggest in errors.
         whole: True to read all files; otherwise at most `READ_AT_OPENING` bytes, smallest files
             first.
@@ -64,9 +71,9 @@ def verify_files(
         DualencError: a file is missing, truncated or corrupt, or is not listed.
     """
     names = sorted(names)
-    for key in ("files", "sizes"):
-        by_name = meta.get(key)
-        if not isinstance(by_name, dict) or sorted(by_name) != names:
+    for key, by_name in (("files", files), ("sizes", sizes)):
+        # A hostile list may leave out a file, which would then be read unverified.
+        if sorted(by_name) != names:
             problem = f"its {key} are not those of the folder"
             raise DualencError(problem, fix=remedy, where=folder / "meta.json")
     # Sizes reveal truncated files of any length without reading them.
@@ -75,25 +82,17 @@ def verify_files(
         if not path.is_file():
             raise DualencError("missing", fix=remedy, where=path)
         size = path.stat().st_size
-        expected = meta["sizes"][name]
-        if size != expected:
-            problem = f"truncated or corrupt ({size} bytes instead of {expected})"
+        if size != sizes[name]:
+            problem = f"truncated or corrupt ({size} bytes instead of {sizes[name]})"
             raise DualencError(problem, fix=remedy, where=path)
-    if not whole:
-        names = _smallest(meta["sizes"])
-    for name, digest in checksums(folder, names).items():
-        if digest != meta["files"][name]:
+    for name, digest in checksums(folder, names if whole else _smallest(sizes)).items():
+        if digest != files[name]:
             problem = "corrupt, its checksum is not that of meta.json"
             raise DualencError(problem, fix=remedy, where=folder / name)
 
 
-def _smallest(present: Mapping[str, int]) -> list[str]:
+def _smallest(sizes: Mapping[str, int]) -> list[str]:
     """Return the smallest files, together at most `READ_AT_OPENING` bytes."""
-    names = []
-    left = READ_AT_OPENING
-    for name in sorted(present, key=present.__getitem__):
-        left -= present[name]
-        if left < 0:
-            break
-        names.append(name)
-    return names
+    ascending = sorted(sizes, key=sizes.__getitem__)
+    totals = itertools.accumulate(sizes[name] for name in ascending)
+    return [name for name, total in zip(ascending, totals) if total <= READ_AT_OPENING]

@@ -88,8 +88,8 @@ class Provenance:
         order: names of all recorded entries, in the order of the file.
     """
 
-    format: str | None = None
-    version: int | None = None
+    format: str = ""
+    version: int = 0
     # Model and data.
     model: str | None = None
     model_checksum: str | None = None
@@ -140,7 +140,7 @@ class Provenance:
     has_snippets: bool = False
     fingerprint: str = ""
     type: str = ""
-    index: str | None = None
+    index: Literal["hnsw", "ivfflat", "none"] | None = None
     embeddings: str | None = None
     # Files of the folder.
     of: str | None = None
@@ -169,7 +169,6 @@ class Provenance:
         folder: Path,
         expected_format: str,
         version: int,
-        *,
         required: Iterable[str],
         other: str,
         remedy: str,

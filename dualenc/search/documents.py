@@ -14,7 +14,6 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -29,16 +28,19 @@ from dualenc.data.store.vector_shards import Embeddings, ShardedVectors, is_embe
 from dualenc.errors import DualencError
 from dualenc.io.checksums import checksums
 from dualenc.io.files import atomic_path, write_json
+from dualenc.io.provenance import SOURCE_ENTRIES, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
 from dualenc.search.engines.pushed_folder import is_pushed, read_pushed, refuse_url
 from dualenc.search.index.build import subtracts_mean
 from dualenc.search.index.database import STORED_TOLERANCE, Database, as_queries
-from dualenc.search.index.open import EMBEDDINGS_META, Index, is_index
+from dualenc.search.index.open import Index, is_index
 
 VECTORS = "documents.npy"
 NOTE = "documents.json"
+DESCRIPTION = (*SOURCE_ENTRIES, "metric", "dim")
+"""Entries of an index or a collection that describe its documents."""
 LENGTH_TOLERANCE = 0.01
 """Relative difference of lengths from which the inner product ranks differently than the cosine."""
 SAMPLED_ROWS = 256
@@ -86,7 +88,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
     """Open the vectors (N, D) that a search compares queries with, without changing the source.
 
         documents = open_documents("index", "runs/adapted")
-        documents.vectors[:100], documents.ids[:100], documents.meta["model"]
+        documents.vectors[:100], documents.ids[:100], documents.provenance.model
 
     Vectors have length one, except for the decoded vectors of a compressed cosine index.
 
@@ -108,8 +110,8 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
     source = Path(source)
     with ExitStack() as stack:
         documents, is_ready = _open(source, stack)
-        documents.meta["dim"] = documents.dim
-        if documents.meta["metric"] == "ip" and not is_ready:
+        documents.record(dim=documents.dim)
+        if documents.provenance.metric == "ip" and not is_ready:
             _check_lengths(documents, source)
         if isinstance(documents.vectors, ShardedVectors) and (is_ready or _are_unit(documents)):
             return documents
@@ -124,8 +126,11 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         if distributed.is_main():
             _write_once(documents, path, _checksum_of_rows(source, documents), scale=not is_ready)
     distributed.barrier()
-    meta = documents.meta | {"dtype": "float16"} | ({} if is_ready else {"normalized": True})
-    return Embeddings(documents.ids, load_npy(path), meta, documents.snippets, documents.columns)
+    provenance = documents.provenance.updated(dtype="float16")
+    if not is_ready:
+        provenance = provenance.updated(normalized=True)
+    stored = (provenance, documents.snippets, documents.columns)
+    return Embeddings(documents.ids, load_npy(path), *stored)
 
 
 def fingerprint(source: str | Path) -> str:
@@ -154,7 +159,7 @@ def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
 def _checksum_of_files(source: Path) -> str:
     if is_pushed(source):
         # The other entries of meta.json may change, such as search settings.
-        return str(read_pushed(source)["fingerprint"])
+        return read_pushed(source).fingerprint
     pattern = "corpus*" if detect(source) == "beir" else "*"
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
     names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
@@ -174,17 +179,18 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         engine = open_engine(source)
         stack.callback(engine.close)
         # For the cosine an engine may store vectors of any length, but those of a model are unit.
-        return _engine_documents(engine), engine.meta.get("output") == "embedding"
+        return _engine_documents(engine), engine.provenance.output == "embedding"
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
-        is_ready = opened.meta["metric"] == "cosine" or opened.meta.get("output") == "embedding"
+        about = opened.provenance
+        is_ready = about.metric == "cosine" or about.output == "embedding"
         documents = _index_documents(opened, source)
         _check_agreement(opened, documents, source)
         return documents, is_ready
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
-        embeddings.meta["metric"] = "cosine"
-        return embeddings, bool(embeddings.meta.get("normalized"))
+        embeddings.record(metric="cosine")
+        return embeddings, embeddings.provenance.normalized
     if detect(source) != "beir":
         raise DualencError(
             "not an index, embeddings, a BEIR folder of vectors or a pushed collection",
@@ -194,11 +200,6 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
     if (source / "corpus").is_dir():
         return _open(source / "corpus", stack)
     return _table_documents(source), False
-
-
-def _about(meta: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of meta.json that describe documents."""
-    return {name: meta[name] for name in (*EMBEDDINGS_META, "metric", "dim") if name in meta}
 
 
 def _index_documents(index: Index, source: Path) -> Embeddings:
@@ -211,7 +212,8 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
             raise DualencError(str(error), where=source) from None
 
     vectors = ReadRows(len(index), index.dim, read)
-    return Embeddings(index.ids, vectors, _about(index.meta), index.snippets, index.columns)
+    about = index.provenance.only(DESCRIPTION)
+    return Embeddings(index.ids, vectors, about, index.snippets, index.columns)
 
 
 def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
@@ -223,7 +225,7 @@ def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
     rows = np.unique(np.linspace(0, len(index) - 1, CHECKED_ROWS).astype(int))
     vectors = documents.vectors[rows]
     squares, residuals = 0.0, 0.0
-    for row, query in zip(rows, as_queries(vectors, index.dim, index.meta["metric"])):
+    for row, query in zip(rows, as_queries(vectors, index.dim, index.provenance.metric)):
         scores, results = index.search_rows(query, min(CHECKED_RESULTS, len(index)))
         # Leave out the query's own row, whose score would dominate the spread.
         is_other = (results[0] >= 0) & (results[0] != row)
@@ -240,7 +242,7 @@ def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
         squares += float(searched @ searched)
         residuals += float(np.square(searched - max(factor, 0.0) * products).sum())
     if residuals > MAX_RESIDUAL**2 * squares:
-        kind = index.meta.get("factory", "?")
+        kind = index.provenance.factory
         percent = 100 * math.sqrt(residuals / squares)
         rebuild = "build the index again, or " if subtracts_mean(index.faiss) else ""
         raise DualencError(
@@ -272,7 +274,8 @@ def _engine_documents(engine: Engine) -> Embeddings:
     def read(rows: np.ndarray) -> np.ndarray:
         return engine.vectors_in_batches([ids[row] for row in rows])
 
-    return Embeddings(ids, ReadRows(len(ids), engine.dim, read), _about(engine.meta), snippets)
+    vectors = ReadRows(len(ids), engine.dim, read)
+    return Embeddings(ids, vectors, engine.provenance.only(DESCRIPTION), snippets)
 
 
 def _table_documents(source: Path) -> Embeddings:
@@ -291,8 +294,8 @@ def _table_documents(source: Path) -> Embeddings:
         return np.stack([corpus.items[row] for row in rows])
 
     vectors = ReadRows(len(corpus), len(corpus.items[0]), read)
-    meta = {"metric": "cosine", "modality": "vector"}
-    return Embeddings(corpus.ids, vectors, meta, None, corpus.columns)
+    about = Provenance.from_entries({"metric": "cosine", "modality": "vector"})
+    return Embeddings(corpus.ids, vectors, about, None, corpus.columns)
 
 
 def _check_lengths(documents: Embeddings, source: Path) -> None:

@@ -29,7 +29,8 @@ import regex
 
 from dualenc.errors import DualencError, explain
 from dualenc.io.checksums import recorded, verify_files
-from dualenc.io.files import atomic_folder, is_folder_of, write_json
+from dualenc.io.files import atomic_folder, is_folder_of
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.types import check_several
 
@@ -157,7 +158,7 @@ class Lexical:
             self.scorer.save(str(part), show_progress=False)
             files = recorded(part, sorted(path.name for path in part.iterdir()))
             head = {"format": FORMAT, "version": self.version, "count": self.count, "ids": checksum}
-            write_json(part / "meta.json", {**head, **files})
+            Provenance.from_entries({**head, **files}).write(part)
 
     @classmethod
     def open(cls, index: str | os.PathLike[str], checksum: str, verify: bool = False) -> Lexical:
@@ -175,26 +176,25 @@ class Lexical:
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError("lacks a BM25 index", fix=AGAIN, where=index)
-        meta = read_json_object(
-            folder / "meta.json", {"version": int, "count": int, "ids": str, "files": dict}
-        )
-        if meta["ids"] != checksum:
+        own = Provenance.from_entries(read_json_object(folder / META))
+        own.check(folder / META, ["version", "count", "ids", "files"], AGAIN)
+        if own.ids != checksum:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=folder)
-        if meta["version"] not in VERSIONS:
+        if own.version not in VERSIONS:
             raise DualencError(
                 "is tokenized differently than by this version", fix=AGAIN, where=folder
             )
-        verify_files(folder, meta["files"], meta, AGAIN, whole=verify)
+        verify_files(folder, own.files, own.sizes, own.files, AGAIN, whole=verify)
         try:
             scorer = bm25s.BM25.load(str(folder), mmap=True, show_progress=False)
-            _check_scorer(scorer, meta["count"])
+            _check_scorer(scorer, own.count)
         # Corrupt files raise many types of errors in numpy, json and bm25s.
         except Exception as error:
             why = " ".join(str(error).split())[:100]
             raise DualencError(
                 f"corrupt ({type(error).__name__}: {why})", fix=AGAIN, where=folder
             ) from None
-        return cls(scorer, meta["count"], meta["version"])
+        return cls(scorer, own.count, own.version)
 
     def search(
         self, query: str, k: int, allowed_rows: np.ndarray | None = None

@@ -167,7 +167,7 @@ def mine_negatives(
 
 def _identity(source: Embeddings) -> list[str]:
     """Return digests of the ids and the vectors of embeddings."""
-    files = source.meta.get("files")
+    files = source.provenance.files
     # The recorded checksums of files identify vectors without reading them.
     contents = json.dumps(files) if files else digest_of(*source.blocks())
     return [digest_of(source.ids), contents]

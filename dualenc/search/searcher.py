@@ -17,6 +17,7 @@ from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.io.decoding import rgb_item
 from dualenc.io.files import consistent_read
+from dualenc.io.provenance import Provenance
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
@@ -56,7 +57,7 @@ class Searcher:
     @property
     def side(self) -> Side:
         """Side of the model that encoded the indexed items."""
-        return self.index.meta.get("side", "right")
+        return self.index.provenance.side or "right"
 
     @classmethod
     def open(
@@ -88,8 +89,8 @@ class Searcher:
         # Refuse a setting that does not apply now rather than at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
-        encoder = load_model(model or recorded_model(index.meta, folder), device=device)
-        check_encoder(encoder, index.meta, index.dim, folder)
+        encoder = load_model(model or recorded_model(index.provenance, folder), device=device)
+        check_encoder(encoder, index.provenance, index.dim, folder)
         return cls(index, encoder, lexical, settings)
 
     def __len__(self) -> int:
@@ -213,7 +214,7 @@ class Searcher:
     def _vector(self, item: Any, side: Side, may_be_zero: bool = False) -> np.ndarray:
         """Encode a query as a vector (D,), truncated to the dimension of the index."""
         tower = self.encoder.tower(side)
-        is_features = self.index.meta.get("output", "embedding") == "features"
+        is_features = self.index.provenance.output == "features"
         forward = tower.features if is_features else tower
         tensors = tower.state_dict().values()
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -249,30 +250,30 @@ def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: flo
 
 
 def check_encoder(
-    encoder: DualEncoder, meta: Mapping[str, Any], dim: int, source: str | Path
+    encoder: DualEncoder, provenance: Provenance, dim: int, source: str | Path
 ) -> None:
     """Raise unless a model made the vectors of an index, or was adapted for them.
 
     Args:
         encoder: the model.
-        meta: metadata of the vectors: `model_checksum` and `side`, if known.
+        provenance: record of the vectors: `model_checksum` and `side`, if known.
         dim: D, the size of the vectors.
         source: the index, for errors.
 
     Raises:
         DualencError: the checksum of the weights differs from the recorded one.
     """
-    recorded = meta.get("model_checksum")
+    recorded = provenance.model_checksum
     if isinstance(encoder, IndexEncoder):
         documents = encoder.documents
-        if (documents["model_checksum"], documents["dim"]) != (recorded, dim):
+        if (documents.model_checksum, documents.dim) != (recorded, dim):
             raise DualencError(
                 "the model was adapted for an index of other vectors",
                 fix="name that index, or adapt a model to this one",
                 where=source,
             )
     elif recorded is not None:
-        if tower_checksum(encoder.tower(meta.get("side", "right"))) != recorded:
+        if tower_checksum(encoder.tower(provenance.side or "right")) != recorded:
             raise DualencError(
                 "was built with other weights than the model has now",
                 fix="build the index again",
@@ -303,20 +304,20 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
     return index, consistent_read(bm25, lambda: Lexical.open(folder, index.items_checksum))
 
 
-def recorded_model(meta: Mapping[str, Any], folder: Path) -> str:
-    """Return the path or name of the model in a meta.json.
+def recorded_model(provenance: Provenance, folder: Path) -> str:
+    """Return the path or name of the model that a folder records.
 
     If the path is gone but the folder has a sibling of that name, both were moved together, and the
     sibling is returned.
 
     Args:
-        meta: entries of meta.json.
-        folder: folder of the meta.json.
+        provenance: record of the folder.
+        folder: folder of an index or embeddings.
 
     Raises:
         DualencError: no model is recorded, or its folder is gone.
     """
-    recorded = meta.get("model")
+    recorded = provenance.model
     if not recorded:
         raise DualencError(
             "does not record which model made it", fix="name one with --model", where=folder

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualenc.data.store.items import ITEMS, ORDER, ItemTable, write_items
-from dualenc.data.store.vector_shards import read_head
 from dualenc.errors import DualencError
 from dualenc.io.checksums import recorded, verify_files
-from dualenc.io.files import atomic_folder, consistent_read, is_folder_of, locked, write_json
+from dualenc.io.files import atomic_folder, consistent_read, is_folder_of, locked
+from dualenc.io.provenance import Provenance
 from dualenc.search.index.open import Index, rows_in
 from dualenc.search.lexical import Lexical
 from dualenc.types import StrPath
@@ -59,11 +59,13 @@ class TextStore:
         if not has_texts(self.folder.parent):
             raise DualencError("stores no texts", fix=AGAIN, where=self.folder.parent)
         other = f"stores no texts; {AGAIN}"
-        meta = read_head(self.folder, FORMAT, FORMAT_VERSION, other, {"count": int, "of": str})
-        if meta["of"] != checksum:
+        own = Provenance.from_folder(
+            self.folder, FORMAT, FORMAT_VERSION, ["count", "of"], other, AGAIN
+        )
+        if own.of != checksum:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=self.folder)
-        verify_files(self.folder, [ITEMS, ORDER], meta, AGAIN, whole=verify)
-        return ItemTable([self.folder / ITEMS], meta["count"], AGAIN)
+        verify_files(self.folder, [ITEMS, ORDER], own.sizes, own.files, AGAIN, whole=verify)
+        return ItemTable([self.folder / ITEMS], own.count, AGAIN)
 
 
 def has_texts(folder: StrPath) -> bool:
@@ -118,4 +120,4 @@ def write_texts(folder: StrPath, ids: Sequence[str], texts: Iterable[str], check
         part.mkdir()
         write_items(part, ids, texts)
         head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
-        write_json(part / "meta.json", {**head, **recorded(part, [ITEMS, ORDER])})
+        Provenance.from_entries({**head, **recorded(part, [ITEMS, ORDER])}).write(part)

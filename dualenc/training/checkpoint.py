@@ -308,8 +308,10 @@ class Checkpoints:
         return state
 
     def _verify(self, folder: Path) -> None:
-        meta = read_json_object(folder / META)
-        verify_files(folder, [STATE], meta, _remedy(folder), whole=True)
+        kinds = {"sizes": dict, "files": dict, "fingerprint": dict}
+        meta = read_json_object(folder / META, kinds)
+        sums = (meta["sizes"], meta["files"])
+        verify_files(folder, [STATE], *sums, _remedy(folder), whole=True)
         saved = meta["fingerprint"]
         keys = sorted({*saved, *self.fingerprint})
         # The selector's values come last: they often follow from another setting, which is the one

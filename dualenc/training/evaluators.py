@@ -102,11 +102,11 @@ class Evaluator(ABC):
         progress = f"{self._moment}: embed {what}" if self._moment else False
         options: dict[str, Any] = {"batch_size": self.batch_size, "stopped": self._stopped, **named}
         embeddings = embed(model.tower(side), corpus, progress=progress, **options)
-        num_skipped = embeddings.meta["skipped"]
+        num_skipped = embeddings.provenance.skipped
         if num_skipped and what not in self._reported:
             self._reported |= {what}
             bad_rows = BadRows(what)
-            first = embeddings.meta["first_skipped"][0]["reason"]
+            first = embeddings.provenance.first_skipped[0]["reason"]
             bad_rows.add(f"{corpus.modality} that cannot be read", first, count=num_skipped)
             bad_rows.report()
         return embeddings

@@ -88,13 +88,13 @@ class QuerySide:
 
     def _open_text_model(self) -> TextEncoder:
         """Load the model of the index, and check that it encodes texts into the index's space."""
-        self.name = self.name or recorded_model(self.documents.meta, Path(self.source))
+        self.name = self.name or recorded_model(self.documents.provenance, Path(self.source))
         model = load_model(self.name, self.device)
         if not isinstance(model, TextEncoder):
             raise DualencError(
                 f"is of kind {model.kind}; only text models can be adapted", where=self.name
             )
-        check_encoder(model, self.documents.meta, self.documents.dim, self.source)
+        check_encoder(model, self.documents.provenance, self.documents.dim, self.source)
         return model
 
     def inputs(self, queries: Corpus, name: str) -> Corpus:
@@ -156,7 +156,7 @@ class QuerySide:
             # Adapters are added when a model is opened, so open it again.
             text = TextEncoder(self.name, lora_rank=LORA_RANK)
         # A copy: the caller's text model may embed queries while this one is trained.
-        return IndexEncoder(copy.deepcopy(text), self.documents.meta).to(self.device)
+        return IndexEncoder(copy.deepcopy(text), self.documents.provenance).to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
         """Return the trained model as a query encoder of the index.
@@ -169,7 +169,7 @@ class QuerySide:
         if self.text is not None and isinstance(trained, VectorEncoder):
             model = with_map(self.text, trained.left)
         if not isinstance(model, IndexEncoder):
-            model = IndexEncoder(model, self.documents.meta)
+            model = IndexEncoder(model, self.documents.provenance)
         model.trained_ids = list(ids)
         return model
 

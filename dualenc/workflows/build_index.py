@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from dualenc import distributed
 from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io import files
+from dualenc.io.provenance import Provenance
 from dualenc.search.index.build import check_factory
 from dualenc.search.index.kinds import parse_bytes
 from dualenc.search.index.open import Index, check_target, is_index, rows_in
@@ -32,14 +32,14 @@ class IndexResult:
     With several processes only the main one builds; on the others the numbers are 0.
 
         result = index("embeddings", out="index")
-        print(result.meta["recall_at_10"])
+        print(result.provenance.recall_at_10)
         hits = result.open().search(queries, k=10)
 
     Attributes:
         folder: folder of the index.
         num_vectors: number of vectors N; 0 if only texts were added.
         dim: number of components D of a vector.
-        meta: entries of meta.json, such as factory, recall_at_10 and latency_ms (milliseconds).
+        provenance: record of the index: factory, recall_at_10, latency_ms (milliseconds), …
         num_bm25: number of texts that BM25 indexes now, if it was asked for.
         num_texts: number of whole texts that are kept now, if it was asked for.
     """
@@ -47,7 +47,7 @@ class IndexResult:
     folder: Path
     num_vectors: int = 0
     dim: int = 0
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Provenance = field(default_factory=Provenance)
     num_bm25: int = 0
     num_texts: int = 0
 
@@ -81,7 +81,7 @@ def index(
         from dualenc import index
 
         result = index("runs/mine/model", "papers.csv", out="index", texts=True, bm25=True)
-        print(result.num_vectors, result.meta["recall_at_10"])
+        print(result.num_vectors, result.provenance.recall_at_10)
 
     Args:
         source: folder of embeddings, or model folder or name; without `out` an index to which BM25
@@ -167,7 +167,7 @@ def index(
         Path(out),
         len(built),
         built.dim,
-        built.meta,
+        built.provenance,
         num_bm25=count if bm25 else 0,
         num_texts=count if texts else 0,
     )

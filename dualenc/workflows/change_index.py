@@ -134,7 +134,7 @@ def _dim_of(grown: Index) -> int | None:
 
     Without that record, longer vectors may come from another model and must not be cut to fit.
     """
-    return grown.dim if "model_checksum" in grown.meta else None
+    return grown.dim if grown.provenance.model_checksum else None
 
 
 def _columns(source: Embeddings | Index) -> list[str]:

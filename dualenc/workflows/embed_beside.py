@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from dualenc import distributed
 from dualenc.data.store.items import rows_of
-from dualenc.data.store.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings, read_provenance
 from dualenc.errors import DualencError
-from dualenc.io.reading import read_json_object
+from dualenc.io.provenance import Provenance
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.search.index.change import check_addition
@@ -50,8 +50,8 @@ def embed_beside(
     """
     target = Path(os.path.abspath(out))
     folder = target.with_name(f".{target.name}.embeddings")
-    left = read_json_object(folder / "meta.json") if check_embeddings_target(folder) else {}
-    if left and left.get("made_by") != MADE_BY:
+    left = read_provenance(folder) if check_embeddings_target(folder) else None
+    if left is not None and left.made_by != MADE_BY:
         raise DualencError(
             "holds embeddings that were not left by a build of the index",
             fix="move the folder away, or remove it",
@@ -60,9 +60,9 @@ def embed_beside(
     if was_killed and grown is not None and _are_last(grown, job):
         return Beside(folder, is_appended=True)
     # The killed process may have skipped items, so compare with the rows that it wrote.
-    count = sum(left.get("shard_rows", ()))
+    count = 0 if left is None else sum(left.shard_rows)
     last = [] if grown is None else grown.ids[max(0, len(grown) - count) :]
-    has_grown = bool(left) and bool(last) and set(last) <= set(job.corpus.ids)
+    has_grown = left is not None and bool(last) and set(last) <= set(job.corpus.ids)
     if grown is not None and not has_grown:
         _check_growth(grown, job, out)
     job.settings["notes"]["made_by"] = MADE_BY
@@ -73,7 +73,8 @@ def embed_beside(
     report_skipped(embedded)
     if distributed.is_main():
         logger.info(describe_embeddings(embedded, folder))
-    return Beside(folder, has_grown and embedded.meta["files"] == left.get("files"))
+    is_same = left is not None and embedded.provenance.files == left.files
+    return Beside(folder, has_grown and is_same)
 
 
 def _are_last(grown: Index, job: EmbeddingJob) -> bool:
@@ -85,12 +86,12 @@ def _are_last(grown: Index, job: EmbeddingJob) -> bool:
 
 def _check_growth(grown: Index, job: EmbeddingJob, out: StrPath) -> None:
     """Raise before the embedding if the index would refuse its result."""
-    about = {
-        "dimension": job.settings["dim"] or job.tower.dim,
-        "model_checksum": tower_checksum(job.tower),
-        "side": job.side,
-        "output": job.settings["output"],
-    }
+    about = Provenance(
+        dim=job.settings["dim"] or job.tower.dim,
+        model_checksum=tower_checksum(job.tower),
+        side=job.side,
+        output=job.settings["output"],
+    )
     check_addition(grown, about, job.corpus.ids, out)
 
 

@@ -68,7 +68,8 @@ def embed(
         reading: how the data is read, see `dualenc.workflows.recorded_options.ReadOptions`.
 
     Returns:
-        The embeddings of the N usable items, mapped from `out`; `meta["skipped"]` counts the rest.
+        The embeddings of the N usable items, mapped from `out`; `provenance.skipped` counts the
+        rest.
 
     Raises:
         DualencError: model, data or options do not fit together, or `out` holds other embeddings.
@@ -130,7 +131,7 @@ def open_job(
     """
     encoder = load_model(model, device=str(start_processes(device)))
     if isinstance(encoder, IndexEncoder) and side != "left":
-        made_by = encoder.documents["model"] or "the model of the index"
+        made_by = encoder.documents.model or "the model of the index"
         raise DualencError(
             "documents are the vectors of the index",
             fix=f"embed new ones with {made_by}, queries with --side left",

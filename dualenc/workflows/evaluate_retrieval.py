@@ -213,7 +213,7 @@ def _open_encoder(
     # Opened before the data: an adapted model without --documents may come with no corpus.
     encoder = evaluation.open("query-document", "vector", "query-index")
     if indexed is not None:
-        check_encoder(encoder, indexed.meta, indexed.dim, str(settings.documents))
+        check_encoder(encoder, indexed.provenance, indexed.dim, str(settings.documents))
     elif isinstance(encoder, IndexEncoder):
         raise DualencError(
             "encodes queries for the vectors of an index",

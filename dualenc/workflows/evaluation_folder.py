@@ -174,7 +174,7 @@ class EvaluationFolder:
         target = self.folder / folder
         embeddings = embed_into(target, tower, corpus, progress=self.progress, **settings)
         report_skipped(embeddings)
-        self.num_skipped += embeddings.meta["skipped"]
+        self.num_skipped += embeddings.provenance.skipped
         return embeddings
 
     def conclude(

@@ -8,6 +8,7 @@ from typing import Any
 from dualenc.data import Corpus
 from dualenc.data.readers.sources import open_corpus
 from dualenc.errors import DualencError
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.lexical import has_lexical
 from dualenc.search.texts import has_texts
@@ -23,17 +24,18 @@ def open_texts(folder: str, data: str | None, reading: ReadOptions) -> Corpus:
         data: source of the texts; None takes the one that meta.json records.
         reading: options that differ from the recorded ones.
     """
-    path = Path(folder) / "meta.json"
+    path = Path(folder) / META
     # With `data`, the folder may also be a model.
-    meta = {} if data is not None and not path.is_file() else read_json_object(path)
-    recorded = data or meta.get("data")
+    entries = {} if data is not None and not path.is_file() else read_json_object(path)
+    provenance = Provenance.from_entries(entries)
+    recorded = data or provenance.data
     if not isinstance(recorded, str):
         raise DualencError(
             "does not say what it was made of",
             fix="name it: index INDEX DATA --texts",
             where=folder,
         )
-    options: dict[str, Any] = {**from_record(meta, folder), **to_record(reading)}
+    options: dict[str, Any] = {**from_record(provenance, folder), **to_record(reading)}
     return open_corpus(recorded, modality="text", **options)
 
 

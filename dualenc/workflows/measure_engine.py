@@ -119,5 +119,5 @@ def measure_recall(
         target = DEFAULT_RECALL if recall is None else recall
         vectors = sample_queries(searched, queries, len(filters))
         measured = tune_folder(folder, searched, vectors, filters, target)
-    settings = searched.meta.get("settings", {})
+    settings = dict(searched.provenance.settings)
     return EngineRecall(folder, *measured, settings=settings, target=target)

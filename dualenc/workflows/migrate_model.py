@@ -18,7 +18,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
 from dualenc.io.files import locked, write_json
-from dualenc.io.reading import check_fields
+from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
 from dualenc.search.embed.encode import embed, tower_checksum
@@ -215,11 +215,11 @@ def _open(
     # before, or after and is refused.
     with locked(folder, wait=False, option="INDEX"):
         index = Index.open(folder)
-        _check_kind(folder, index.meta)
+        _check_kind(folder, index.provenance)
         encoder = open_model(name, ("query-document",), start_processes(device))
         checksum = tower_checksum(encoder.right)
-        mapped = index.meta.get("mapped", 0)
-        if index.meta.get("model_checksum") == checksum and not mapped:
+        mapped = index.provenance.mapped
+        if index.provenance.model_checksum == checksum and not mapped:
             _clean_up(folder, checksum)
             model = recorded_name(name)
             return MigrationReport(folder, "unchanged", len(index), model, model)
@@ -240,7 +240,8 @@ def _open(
                 where=folder,
             )
         # Raises if the kind of index does not fit the new dimension.
-        new_index(encoder.right.dim, index.meta["factory"], index.meta["metric"], len(index))
+        about = index.provenance
+        new_index(encoder.right.dim, about.factory or "", about.metric, len(index))
         texts = open_migration_texts(folder, index, data, queries)
         notes = {
             "model": recorded_name(name),
@@ -271,7 +272,7 @@ def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
         state="measured",
         num_vectors=len(migration.old),
         model=migration.notes["model"],
-        old_model=migration.old.meta.get("model", "the old model"),
+        old_model=migration.old.provenance.model or "the old model",
         facts=measured["facts"],
         systems=measured["systems"],
         served=served,
@@ -281,9 +282,9 @@ def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
     return report
 
 
-def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
+def _check_kind(folder: str, about: Provenance) -> None:
     """Raise unless an index holds documents of a query-document model and has a factory string."""
-    if "modality" not in meta:
+    if about.modality is None:
         raise DualencError(
             "does not say which model made it",
             fix="build it from what `dualenc embed` writes",
@@ -295,13 +296,14 @@ def _check_kind(folder: str, meta: Mapping[str, Any]) -> None:
         "side": "right",
         "output": "embedding",
     }
-    about = {name: meta.get(name, value) for name, value in expected.items()}
-    if about != expected:
-        what = ", ".join(map(str, about.values()))
+    # An entry that is not recorded is taken for granted.
+    actual = {**expected, **about.only(expected).entries()}
+    if actual != expected:
+        what = ", ".join(map(str, actual.values()))
         raise DualencError(
             f"holds {what}", fix="only documents of a query-document model migrate", where=folder
         )
-    check_fields(meta, {"factory": str}, Path(folder) / "meta.json")
+    about.check(Path(folder) / META, ["factory"], "build the index again")
 
 
 def _clean_up(folder: str, checksum: str) -> None:
@@ -389,9 +391,9 @@ class _Steps:
             scores = self._neighbour_scores(old, new, order)
         systems = measures.summarize(scores)
         facts = {
-            "old model": self.migration.old.meta.get("model"),
+            "old model": self.migration.old.provenance.model,
             "new model": self.migration.notes["model"],
-            "kind of index": self.migration.old.meta["factory"],
+            "kind of index": self.migration.old.provenance.factory,
             "documents": len(order),
             "sample": len(old),
             "queries": len(scores[measures.NEW]["recall@10"]),
@@ -449,8 +451,8 @@ class _Steps:
         index = self.migration.old
         device = next(self.encoder.parameters()).device
         try:
-            encoder = load_model(recorded_model(index.meta, self.migration.folder), device)
-            check_encoder(encoder, index.meta, index.dim, self.migration.folder)
+            encoder = load_model(recorded_model(index.provenance, self.migration.folder), device)
+            check_encoder(encoder, index.provenance, index.dim, self.migration.folder)
             return encoder.left
         except DualencError as error:
             logger.info(

@@ -52,7 +52,7 @@ def open_migration_texts(folder: str, index: Index, data: str | None, queries: s
         data: source of the documents; None takes the one that the index records.
         queries: table of past queries; None takes those of `data`, if it is a BEIR folder.
     """
-    source = data or str(index.meta.get("data", ""))
+    source = data or index.provenance.data or ""
     corpus = _open_documents(folder, index, data, source)
     judged = _open_judged(Path(source), corpus.ids)
     if data is not None and judged is None:
@@ -88,7 +88,7 @@ def _open_documents(folder: str, index: Index, data: str | None, source: str) ->
         store = TextStore(folder, index.items_checksum)
         return Corpus(store.ids, store.texts)
     if data or (source and Path(source).exists()):
-        corpus = open_corpus(source, modality="text", **from_record(index.meta, folder))
+        corpus = open_corpus(source, modality="text", **from_record(index.provenance, folder))
         return corpus.take(rows_in(corpus, index, folder))
     raise DualencError(
         f"keeps no texts, and its data {source} is gone", fix="name it by --data", where=folder

@@ -111,17 +111,17 @@ def push(
             opened, target, name, metric=metric, index=index, replace=replace, progress=progress
         )
         with closing(engine):
-            engine.meta["embeddings"] = str(source)
-            earlier = read_pushed(folder) if is_pushed(folder) else {}
-            if earlier and engine.is_remembered(earlier):
+            engine.record(embeddings=str(source))
+            earlier = read_pushed(folder) if is_pushed(folder) else None
+            if earlier is not None and engine.is_remembered(earlier):
                 # A second push keeps the settings that were measured.
-                engine.use_settings(earlier.get("settings", {}))
+                engine.record(settings=earlier.settings)
             engine.save(folder)
             stored: dict[str, Any] = {
                 "location": engine.location,
                 "count": len(engine),
                 "dim": engine.dim,
-                "metric": engine.meta["metric"],
+                "metric": engine.provenance.metric,
                 "sent": sent,
             }
             # Logged before the measurement, which may fail after hours of sending.
@@ -129,7 +129,7 @@ def push(
                 "%s vectors of dimension %d (%s) → %s; %s sent",
                 f"{len(engine):,}",
                 engine.dim,
-                engine.meta["metric"],
+                engine.provenance.metric,
                 engine.location,
                 f"{sent:,}",
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 
 DEFAULT_SPLIT = "train"
 NOT_RECORDED = ("columns", "allow_outside")
@@ -50,14 +51,14 @@ def to_record(options: ReadOptions) -> dict[str, Any]:
     return record
 
 
-def from_record(meta: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the options that a meta.json records.
+def from_record(provenance: Provenance, source: str) -> dict[str, Any]:
+    """Return the options that are recorded with vectors.
 
     Raises:
         DualencError: the entry holds anything else. The file may come from a stranger, and only
             the user may allow paths outside the folder of a table.
     """
-    options = meta.get("read", {})
+    options = provenance.read
     if isinstance(options, dict) and set(RECORDED).issuperset(options):
         types = {"quotes": bool}
         if all(isinstance(value, types.get(name, str)) for name, value in options.items()):

@@ -13,10 +13,9 @@ import torch
 
 from dualenc import distributed
 from dualenc.data.store.identity import digest_of
-from dualenc.data.store.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings, read_provenance
 from dualenc.errors import DualencError, first_line
 from dualenc.io.files import locked, remove
-from dualenc.io.reading import read_json_object
 from dualenc.search.embed.encode import embed, tower_checksum
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.types import StrPath
@@ -120,16 +119,15 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
 
 def describe_embeddings(embeddings: Embeddings, folder: StrPath) -> str:
     """Return a line with the number, size and side of embeddings, and their folder."""
-    side = embeddings.meta["side"]
     count = f"{len(embeddings):,} embeddings of dimension {embeddings.dim}"
-    return f"{count} ({side} side) → {folder}"
+    return f"{count} ({embeddings.provenance.side} side) → {folder}"
 
 
 def report_skipped(embeddings: Embeddings) -> None:
     """Log how many items could not be embedded and why the first failed, on the main process."""
-    skipped = embeddings.meta["skipped"]
+    skipped = embeddings.provenance.skipped
     if skipped and distributed.is_main():
-        first = embeddings.meta["first_skipped"][0]
+        first = embeddings.provenance.first_skipped[0]
         logger.warning(
             "left out %s of %s items; the first, %s: %s",
             f"{skipped:,}",
@@ -164,12 +162,10 @@ def embed_into(
     # `embed` itself notices changed items under the same ids.
     identity = ({} if side is None else {"side": side}) | {"ids": digest_of(corpus.ids)}
     if distributed.is_main():
-        check_embeddings_target(folder)
-        meta = read_json_object(folder / "meta.json") if (folder / "meta.json").is_file() else {}
         expected: dict[str, Any] = {**identity, "model_checksum": tower_checksum(tower)}
         if "dim" in options:
             expected["dim"] = options["dim"] or tower.dim
-        if any(meta.get(name) != value for name, value in expected.items()):
+        if check_embeddings_target(folder) and read_provenance(folder).difference(expected):
             remove(folder)
     distributed.barrier()
     return embed(tower, corpus, folder, progress=progress, identity=identity, **options)

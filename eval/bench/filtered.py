@@ -75,9 +75,9 @@ def main(
     for factory in factories:
         faiss.omp_set_num_threads(1)
         index = Index.build(database, factory=factory)
-        print(f"{factory} {index.meta['search_parameters']}")
+        print(f"{factory} {index.provenance.search_parameters}")
         if exact_rows is not None:
-            index.meta["settings"] = {"exact_rows": exact_rows}
+            index.record(settings={"exact_rows": exact_rows})
         for name, kept in masks.items():
             begin, found = time.process_time(), []
             for query in query_vectors:
@@ -119,9 +119,10 @@ def measure_postgres(
         "pgvector's defaults (ef_search 40)": {**relaxed, "iterative_scan": "off"},
         "iterative_scan relaxed_order (ef_search 40)": relaxed,
         "push (relaxed_order, ef_search 100)": ours,
-        f"push --recall 0.95 ({index.meta['settings']})": index.meta["settings"],
+        f"push --recall 0.95 ({index.provenance.settings})": index.provenance.settings,
     }
-    for name, index.meta["settings"] in settings.items():
+    for name, chosen in settings.items():
+        index.record(settings=chosen)
         print(name)
         for share in shares:
             results, milliseconds = {}, {}

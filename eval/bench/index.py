@@ -95,7 +95,7 @@ def measure(
     print(factory)
     start = time.perf_counter()
     ours = Index.build(embeddings, factory=factory)
-    extra = time.perf_counter() - start - ours.meta["build_seconds"]
+    extra = time.perf_counter() - start - ours.provenance.build_seconds
     ours.save(folder / "index")
     if repeats:
         builds = {
@@ -104,7 +104,7 @@ def measure(
         }
         report("build", builds, repeats)
         raw = raw_build(embeddings, factory)
-        for name, value in ours.meta["search_parameters"].items():
+        for name, value in ours.provenance.search_parameters.items():
             set_parameter(raw, name, value)
     else:
         raw = faiss.read_index(str(folder / "index" / "index.faiss"))
@@ -126,14 +126,14 @@ def measure(
         }
         report(what, searches, max(MIN_ROUNDS, min(rounds, MAX_ROUNDS)))
     settings = (
-        ", ".join(f"{k}={v}" for k, v in ours.meta["search_parameters"].items())
+        ", ".join(f"{k}={v}" for k, v in ours.provenance.search_parameters.items())
         or "nothing to tune"
     )
     shown = ", ".join(f"{name} {value:.4f}" for name, value in recalls.items())
     print(
         f"  recall  {shown} with the same parameters; the build's own estimate took {extra:.2f} s:"
     )
-    print(f"  recall@10 {ours.meta['recall_at_10']:.4f} ({settings})", flush=True)
+    print(f"  recall@10 {ours.provenance.recall_at_10:.4f} ({settings})", flush=True)
 
 
 def main(

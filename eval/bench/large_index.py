@@ -130,11 +130,7 @@ def main(
         "bytes per vector on disk:",
         {name: round(size / vectors, 2) for name, size in sizes.items()},
     )
-    print(
-        json.dumps(
-            {key: value for key, value in index.meta.items() if key not in ("files", "sizes")}
-        )
-    )
+    print(json.dumps(index.provenance.without(["files", "sizes"]).entries()))
 
 
 if __name__ == "__main__":

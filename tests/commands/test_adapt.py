@@ -494,4 +494,4 @@ def test_documents_are_a_beir_folder_of_vectors(turned: Path, tmp_path: Path) ->
     run(*words, "--train", "linear", "--epochs", 1, "--keep", 0)
     model = load_model(tmp_path / "run" / "model")
     assert isinstance(model, IndexEncoder)
-    assert model.documents["dim"] == D
+    assert model.documents.dim == D

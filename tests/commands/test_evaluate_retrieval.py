@@ -41,10 +41,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, toy_text: Path, data: Path) 
 def adapted(folder: Path, toy_text: Path, index: Path, trained_ids: Sequence[str]) -> Path:
     """The query tower of a model with other weights, for an index."""
     model = load_model(toy_text)
-    meta = Index.open(index).meta
-    encoder = IndexEncoder(
-        model, {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")}
-    )
+    encoder = IndexEncoder(model, Index.open(index).provenance)
     with torch.no_grad():
         for weight in encoder.left.parameters():
             weight.add_(

@@ -260,7 +260,7 @@ def test_a_migration_whose_cleaning_up_was_killed_is_done(
 ) -> None:
     work = Path(f"{index}.migration")
     killed_at(place, "migrate", index, made / "new", "--anyway")
-    assert Index.open(index).meta["mapped"] == 0
+    assert Index.open(index).provenance.mapped == 0
     assert work.exists()
     run(*changes(made, index)["remove"])  # the migration is over
     assert "no migration is under way; the old index of a finished one" in failure(
@@ -319,7 +319,7 @@ def mapped(made: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "dualenc.evaluation.migration_measures.served_shares", lambda _: [0.0, 0.5, 1.0]
         )
         assert main(["migrate", str(index), str(made / "new")]) == 2
-    assert Index.open(index).meta["mapped"] == DOCUMENTS // 2
+    assert Index.open(index).provenance.mapped == DOCUMENTS // 2
     return index
 
 

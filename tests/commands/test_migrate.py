@@ -112,7 +112,7 @@ def test_migrated_index_is_that_of_the_new_model(
         assert seen or (vectors(index) == vectors(made / "old-index")).all()
         swap(self, *arguments)
         is_new = np.abs(vectors(index) - expected).max(axis=1) < 1e-5
-        seen.append((Index.open(index).meta["mapped"], is_new.sum()))
+        seen.append((Index.open(index).provenance.mapped, is_new.sum()))
 
     monkeypatch.setattr(Migration, "swap", watch)
     run("migrate", index, made / "new", "--batch-size", 16)
@@ -120,7 +120,7 @@ def test_migrated_index_is_that_of_the_new_model(
         served[0] > 0
     )
     assert seen == [(DOCUMENTS - share * DOCUMENTS, share * DOCUMENTS) for share in served]
-    ours, theirs = (Index.open(folder).meta for folder in (index, made / "new-index"))
+    ours, theirs = (Index.open(folder).provenance for folder in (index, made / "new-index"))
     same = (
         "model",
         "model_checksum",
@@ -132,7 +132,7 @@ def test_migrated_index_is_that_of_the_new_model(
         "factory",
         "recall_at_10",
     )
-    assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
+    assert ours.only(same) == theirs.only(same)
     assert {path.name for path in index.parent.iterdir()} == {"index", "index.migration.html"}
     for words in ((), ("--hybrid", "rrf")):
         results = [
@@ -166,7 +166,7 @@ def test_a_model_that_finds_less_is_not_taken(
         in capsys.readouterr().out
     )
     run(*words, "--anyway")
-    assert Index.open(index).meta["model"] == str(tmp_path / "blind")
+    assert Index.open(index).provenance.model == str(tmp_path / "blind")
 
 
 SHAPES: dict[str, Any] = {
@@ -242,7 +242,7 @@ def test_without_judgements_mapped_vectors_are_not_served_unasked(
     served = [line for line in printed.splitlines() if "vectors are of the new model" in line]
     assert len(served) == (len(SHARES) if words else 1)
     assert ("without judgements mapped vectors cannot be compared" in printed) == (not words)
-    assert Index.open(index).meta["mapped"] == 0
+    assert Index.open(index).provenance.mapped == 0
 
 
 REFUSALS = {
@@ -255,7 +255,7 @@ REFUSALS = {
     "lost": "7 vectors are mapped, and its work folder is gone",
     "dimension": "factory 'PQ5' does not work for dimension 32",
     "length": "is 25,000 characters long, more than 256; try auto, Flat",
-    "no factory": "lacks 'factory'; recreate the file",
+    "no factory": "lacks 'factory'; build the index again",
     "mistyped": "--data nope: no such file or folder; name a BEIR folder, or leave --data out",
     "twice": "another dualenc process is writing",
     "model": "needs a model; name it",
@@ -386,7 +386,7 @@ def test_settings_stay_and_measurements_by_old_vectors_go_with_a_word(
     (tmp_path / "workload.jsonl").write_text('{"filter": ""}\n')
     measure = ("evaluate", "engine", index, "--filters", tmp_path / "workload.jsonl")
     run(*measure)
-    settings = Index.open(index).meta["settings"]
+    settings = Index.open(index).provenance.settings
     before = contents(index)
     run("migrate", index, made / "new")
     told = (
@@ -396,7 +396,7 @@ def test_settings_stay_and_measurements_by_old_vectors_go_with_a_word(
     assert capsys.readouterr().out.count(told) == 1
     assert {"recall.json", "queries.npy"} <= before.keys()
     assert {path.name for path in index.iterdir()}.isdisjoint({"recall.json", "queries.npy"})
-    assert Index.open(index).meta["settings"] == settings
+    assert Index.open(index).provenance.settings == settings
     run(*measure)
 
 
@@ -445,7 +445,7 @@ def test_killed_at_twenty_moments_it_answers_and_goes_on(
         rows = opened.search_rows(np.ones((1, opened.dim), np.float32), DOCUMENTS, **options)[1]
         assert sorted(rows[0].tolist()) == list(range(DOCUMENTS))
         assert sorted(opened.ids) == sorted(f"d{row}" for row in range(DOCUMENTS))
-        states.append(opened.meta.get("mapped"))
+        states.append(opened.provenance.mapped)
         if number % 4 == 3 and Path(f"{index}.migration/plan.json").exists():
             run("migrate", index, "--rollback")
             assert contents(index) == contents(saved)

@@ -107,7 +107,7 @@ def check_whole(index: Path) -> None:
     """All documents are there, and texts and BM25 are theirs."""
     opened = Index.open(index)
     assert list(opened.ids) == [f"d{row}" for row in range(DOCUMENTS)]
-    assert opened.meta.get("mapped", 0) == 0
+    assert not opened.provenance.mapped
     run("verify", index)
     run("index", index, "--texts", "--bm25")
 
@@ -198,7 +198,7 @@ def test_a_rollback_keeps_what_was_embedded_until_it_is_discarded(
     assert len(Index.open(index)) == DOCUMENTS + 5
     run("migrate", index, made / "new")
     assert len(Index.open(index)) == DOCUMENTS + 5
-    assert Index.open(index).meta["mapped"] == 0
+    assert Index.open(index).provenance.mapped == 0
 
 
 def embedded(index: Path) -> int:

@@ -194,7 +194,7 @@ def test_an_engine_that_python_saved_is_evaluated(
     # Embeddings of others in the recorded folder are no queries.
     folder = tmp_path / "other"
     shutil.copytree(emb, folder)
-    engine.meta["embeddings"] = str(folder)
+    engine.record(embeddings=str(folder))
     engine.save(tmp_path / "engine")
     (folder / "meta.json").unlink()
     run("evaluate", "engine", tmp_path / "engine", "--filters", tmp_path / "workload.jsonl")

@@ -56,7 +56,7 @@ def test_embed_writes_what_the_model_says(
     np.testing.assert_allclose(
         embeddings.vectors[:], encoded(toy_text, "right", toy.texts(60)), atol=1e-5
     )
-    assert embeddings.meta["model"] == str(toy_text)
+    assert embeddings.provenance.model == str(toy_text)
     run("embed", toy_text, documents, "--side", "left", "--out", tmp_path / "queries")
     queries = Embeddings.open(tmp_path / "queries").vectors[:]
     np.testing.assert_allclose(queries, encoded(toy_text, "left", toy.texts(60)), atol=1e-5)
@@ -108,8 +108,8 @@ def test_index_of_a_model_and_of_its_embeddings_are_the_same(
     run(
         "index", emb, "--out", other, "--factory", "HNSW8", "--queries", emb, "--recall-queries", 20
     )
-    meta = Index.open(other).meta
-    assert (meta["recall_queries"], meta["recall_queries_from"]) == (20, "given")
+    built = Index.open(other).provenance
+    assert (built.recall_queries, built.recall_queries_from) == (20, "given")
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_images_are_found_by_image_and_by_text(
 ) -> None:
     images = toy.save_images(tmp_path / "images", 12)
     run("index", toy_clip, tmp_path / "images", "--out", tmp_path / "index")
-    assert Index.open(tmp_path / "index").meta["side"] == "left"
+    assert Index.open(tmp_path / "index").provenance.side == "left"
     by_image = found(capsys, tmp_path / "index", tmp_path / "images" / "07.png", "-k", 1)
     assert by_image[0]["id"] == "07.png"
     assert by_image[0]["score"] == pytest.approx(1, abs=1e-4)
@@ -359,9 +359,7 @@ def test_a_model_that_changed_since(
 def test_an_adapted_query_tower_searches_the_index_it_was_made_for(
     tmp_path: Path, toy_text: Path, documents: Path, index: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    meta = Index.open(index).meta
-    facts = {name: meta[name] for name in ("model", "model_checksum", "side", "dim", "metric")}
-    model = IndexEncoder(load_model(toy_text), facts)
+    model = IndexEncoder(load_model(toy_text), Index.open(index).provenance)
     with torch.no_grad():
         next(model.left.parameters()).add_(
             0.5 * torch.randn(32, generator=torch.Generator().manual_seed(0))

@@ -27,6 +27,7 @@ from dualenc.encoders import (
 )
 from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.objectives import InfoNCE
 from dualenc.training.trainer import Trainer
 from dualenc.types import Inputs
@@ -35,7 +36,7 @@ from tests.helpers.fakes import same
 VECTORS = np.random.default_rng(0).normal(size=(7, 32)).astype(np.float32) * 3
 
 
-def facts(**changes: Any) -> dict[str, Any]:
+def facts(**changes: Any) -> Provenance:
     """Facts about the documents of an index."""
     known = {
         "model": "me/base",
@@ -44,7 +45,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         "dim": 32,
         "metric": "cosine",
     }
-    return {**known, **changes}
+    return Provenance.from_entries({**known, **changes})
 
 
 def shaken(tower: VectorTower) -> VectorTower:
@@ -307,9 +308,21 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         ("trained_documents.json", {"ids": ["7", 10**400]}, "ids must be strings"),
         ("dualenc.json", {"documents": []}, "'documents' is a list"),
         ("dualenc.json", {"documents": {"model": None}}, "documents: lacks 'dim'"),
-        ("dualenc.json", {"documents": facts(dim="32")}, "'dim' is a string, not an integer"),
-        ("dualenc.json", {"documents": facts(dim=10**400)}, "dualenc.json: input_dim is 1000"),
-        ("dualenc.json", {"documents": facts(metric="l2")}, "metric is 'l2'; give cosine or ip"),
+        (
+            "dualenc.json",
+            {"documents": facts(dim="32").entries()},
+            "'dim' is a string, not an integer",
+        ),
+        (
+            "dualenc.json",
+            {"documents": facts(dim=10**400).entries()},
+            "dualenc.json: input_dim is 1000",
+        ),
+        (
+            "dualenc.json",
+            {"documents": facts(metric="l2").entries()},
+            "metric is 'l2', not cosine or ip",
+        ),
         ("dualenc.json", {"queries": "vector"}, "queries.dualenc.json: no such file"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings
 from dualenc.search.engines.engine import Engine
 from tests.helpers.conditions import KINDS, LANGUAGES
@@ -45,7 +46,7 @@ def embeddings(dtype: str = "float32", unit: bool = True, seed: int = 0) -> Embe
     stored = vectors(unit=unit, seed=seed).astype(dtype)
     snippets = [f"snippet {i}" for i in range(NUM)]
     return Embeddings(
-        IDS, stored, {"normalized": unit}, snippets, pa.table(arrays, names=list(KINDS))
+        IDS, stored, Provenance(normalized=unit), snippets, pa.table(arrays, names=list(KINDS))
     )
 
 

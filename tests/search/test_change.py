@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.index.change import append, remove
 from tests.helpers.clusters import clustered, search_ids
@@ -27,10 +28,11 @@ def built(tmp_path: Path, factory: str, count: int = COUNT, memory: int | None =
     return tmp_path / "index"
 
 
-def more(names: list[str] | None = None, **meta: Any) -> Embeddings:
+def more(names: list[str] | None = None, **entries: Any) -> Embeddings:
     names = [f"new {row}" for row in range(MORE)] if names is None else names
     vectors = clustered(COUNT + MORE)[COUNT:][: len(names)]
-    return Embeddings(names, vectors, meta, [f"snippet of {name}" for name in names])
+    about = Provenance(**entries)
+    return Embeddings(names, vectors, about, [f"snippet of {name}" for name in names])
 
 
 def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
@@ -38,15 +40,15 @@ def check(folder: Path, expected: dict[str, np.ndarray]) -> None:
     snippet, and no other."""
     index = Index.open(folder, verify=True)
     assert set(index.ids) == set(expected)
-    assert len(index) == index.faiss.ntotal == index.meta["count"] == len(expected)
+    assert len(index) == index.faiss.ntotal == index.provenance.count == len(expected)
     names = list(expected)[::37]
-    options = {"nprobe": 16} if "IVF" in index.meta["factory"] else {}
-    if "Refine" in index.meta["factory"]:
+    options = {"nprobe": 16} if "IVF" in index.provenance.factory else {}
+    if "Refine" in index.provenance.factory:
         index.faiss.k_factor = 50
     queries = np.stack([expected[name] for name in names])
     results = search_ids(index, queries, 3, **options)[1]
     assert np.mean([name in line for name, line in zip(names, results)]) > 0.97
-    if index.meta["factory"] == "Flat":
+    if index.provenance.factory == "Flat":
         assert results[:, 0].tolist() == names
     everything = index.search_rows(queries[:4], len(index), **options)[1]
     assert sorted(everything[0].tolist()) == list(range(len(index)))
@@ -78,10 +80,10 @@ def test_appended_removed_and_appended_again(tmp_path: Path, factory: str) -> No
     expected = {name: vector for name, vector in expected.items() if name not in set(gone)}
     check(folder, expected)
 
-    meta = append(folder, more(["doc 0", "new 7"])).meta
-    assert (meta["appended"], meta["removed"]) == (MORE + 2, len(set(gone)))
-    assert "recall_at_10" not in meta
-    assert meta["when_built"]["recall_at_10"] > 0
+    changed = append(folder, more(["doc 0", "new 7"])).provenance
+    assert (changed.appended, changed.removed) == (MORE + 2, len(set(gone)))
+    assert changed.recall_at_10 is None
+    assert changed.measured.recall_at_10 > 0
     index = Index.open(folder)
     assert index.hit(int(index.ids.rows(["doc 0"])[0]), 0).snippet == "snippet of doc 0"  # type: ignore[attr-defined]
     assert sorted(os.listdir(tmp_path)) == [f"emb{COUNT}", "index"]

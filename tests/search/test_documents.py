@@ -14,6 +14,7 @@ import pytest
 
 from dualenc.data.readers.clicks import IndexPairs
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import fingerprint, open_documents
 from dualenc.search.embed.writer import EmbeddingWriter
@@ -33,7 +34,7 @@ def built(
     source = Embeddings(
         IDS,
         clustered(NUM) if vectors is None else vectors,
-        {"model": "m"},
+        Provenance(model="m"),
         [f"text {i}" for i in IDS],
     )
     Index.build(source, factory=factory, recall_queries=0, folder=folder, **options)
@@ -72,7 +73,7 @@ def test_an_index_gives_what_faiss_reconstructs_row_by_row(tmp_path: Path, facto
     assert list(opened.ids) == IDS
     assert opened.snippets is not None
     assert opened.snippets[7] == "text d7"
-    assert (opened.meta["model"], opened.meta["metric"]) == ("m", "cosine")
+    assert (opened.provenance.model, opened.provenance.metric) == ("m", "cosine")
     assert fingerprint(source) == before
 
 
@@ -124,7 +125,7 @@ def test_a_pushed_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, me
     use_folders(monkeypatch)
     store, folder = url_of(tmp_path / "store"), tmp_path / "pushed"
     vectors = 3 * clustered(40)
-    source = Embeddings(IDS[:40], vectors, {"model": "m"}, [f"text {i}" for i in IDS[:40]])
+    source = Embeddings(IDS[:40], vectors, Provenance(model="m"), [f"text {i}" for i in IDS[:40]])
     index = push_embeddings(source, store, "items", metric=metric)[0]
     index.close()
     index.save(folder)
@@ -133,7 +134,7 @@ def test_a_pushed_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, me
     assert_unit_half(opened, vectors[[int(name[1:]) for name in opened.ids]])
     assert sorted(opened.ids) == sorted(IDS[:40])
     assert opened.snippets == [f"text {name}" for name in opened.ids]
-    assert opened.meta["model"] == "m"
+    assert opened.provenance.model == "m"
     again = open_documents(folder, tmp_path / "work")
     assert again.ids == opened.ids
     assert fingerprint(folder) == before
@@ -202,7 +203,7 @@ def test_sources_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_place_of_documents_or_a_target_is_one_line(tmp_path: Path) -> None:
-    vectors = Embeddings(["a", "b"], np.eye(2, 4, dtype=np.float32), {})
+    vectors = Embeddings(["a", "b"], np.eye(2, 4, dtype=np.float32))
     with pytest.raises(DualencError, match="push_embeddings: embeddings is NoneType; give"):
         push_embeddings(None, "postgresql://localhost/x", "docs")  # type: ignore[arg-type]
     with pytest.raises(DualencError, match="push_embeddings: target is None; give the URL"):

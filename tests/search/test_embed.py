@@ -56,8 +56,8 @@ def test_features_are_what_probes_use(tmp_path: Path) -> None:
         for out in (None, tmp_path / "f")
     ):
         assert embeddings.dim == 7
-        assert embeddings.meta["output"] == "features"
-        assert not embeddings.meta["normalized"]
+        assert embeddings.provenance.output == "features"
+        assert not embeddings.provenance.normalized
         np.testing.assert_array_equal(
             embeddings.vectors[:][:, 6], [len(text) for text in texts(300)]
         )
@@ -71,7 +71,7 @@ def test_memory_and_disk_agree(tmp_path: Path) -> None:
     assert len(list((tmp_path / "emb").glob("data-*.arrow"))) == 3
     np.testing.assert_array_equal(np.asarray(written.vectors), kept.vectors)
     assert written.ids == kept.ids
-    assert written.meta["side"] == "left"
+    assert written.provenance.side == "left"
     assert written.snippets is not None
     assert written.snippets[299] == corpus().text(299)
 
@@ -105,8 +105,8 @@ def test_bad_samples_are_left_out_counted_and_named(
     kept = [row for row in range(90) if row not in (3, 88)]
     assert embeddings.ids == [f"i{row}" for row in kept]
     np.testing.assert_allclose(embeddings.vectors[:], good.vectors[kept], atol=1e-6)
-    assert embeddings.meta["skipped"] == 2
-    assert embeddings.meta["first_skipped"][0] == {
+    assert embeddings.provenance.skipped == 2
+    assert embeddings.provenance.first_skipped[0] == {
         "id": "i3",
         "reason": "image 3: does not decode; replace it",
     }
@@ -144,7 +144,7 @@ def test_zero_vectors_are_left_out_counted_and_named(tmp_path: Path, on_disk: bo
     assert embeddings.ids == ["a", "c"]
     assert np.asarray(embeddings.vectors[:]).any(axis=1).all()
     reason = "its vector is zero: the model knows none of the text's tokens"
-    assert embeddings.meta["first_skipped"] == [{"id": "b", "reason": reason}]
+    assert embeddings.provenance.first_skipped == [{"id": "b", "reason": reason}]
     with pytest.raises(BadSample, match=f"^item b: {reason}"):
         embed(tower, data, progress=False, on_error="raise")
     assert len(embed(tower, data, output="features", progress=False)) == 3
@@ -176,7 +176,7 @@ def test_images_replaced_under_the_same_names_are_embedded_again(
         np.testing.assert_allclose(
             embeddings.vectors[:], embed(PixelTower(), data, progress=False).vectors
         )
-        return len(times() - before), embeddings.meta["skipped"]
+        return len(times() - before), embeddings.provenance.skipped
 
     assert run() == (2, 1)
     assert run() == (0, 1), "nothing has changed"
@@ -278,8 +278,10 @@ def test_the_checksum_follows_what_images_become(tmp_path: Path) -> None:
 def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
     written = embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False)
     assert (
-        embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False).meta
-        == written.meta
+        embed(
+            LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False
+        ).provenance
+        == written.provenance
     )
     with pytest.raises(
         DualencError,

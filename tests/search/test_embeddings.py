@@ -102,7 +102,7 @@ def test_opened_embeddings_are_those_that_were_written(tmp_path: Path) -> None:
     embeddings = Embeddings.open(tmp_path / "emb")
     assert is_embeddings(tmp_path / "emb")
     assert embeddings.ids == ids()
-    assert embeddings.meta["side"] == "right"
+    assert embeddings.provenance.side == "right"
     assert embeddings.snippets is not None
     assert [embeddings.snippets[row] for row in (2499, 0, 1200)] == [
         f"snippet “{r}”\n" for r in (2499, 0, 1200)

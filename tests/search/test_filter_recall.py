@@ -12,6 +12,7 @@ import pytest
 import qdrant_client
 
 from dualenc.cli import main
+from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.filter_recall import tune, tune_folder
@@ -75,7 +76,7 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
     folder = tmp_path / "engine"
     index.save(folder)
     measured = tune_folder(folder, index, queries, filters, 0.95)
-    assert index.meta["settings"] == {"hnsw_ef": 64}
+    assert index.provenance.settings == {"hnsw_ef": 64}
     unit = np.float64(stored) / np.linalg.norm(np.float64(stored), axis=1, keepdims=True)
     recalls = []
     for number, filter in enumerate(filters):
@@ -95,7 +96,7 @@ def test_qdrants_graph_is_built_for_the_filters_that_a_push_makes_ready(
     assert "below 0.95" in capsys.readouterr().err
     late = push_embeddings(source, "http://edge", "items", metric="cosine")[0]
     assert tune(late, queries, filters, 0.95).low >= 0.95
-    assert late.meta["settings"] == {"exact": True}, "no graph search suffices"
+    assert late.provenance.settings == {"exact": True}, "no graph search suffices"
 
 
 def test_conditions_of_qdrants_engine_are_those_of_pandas(
@@ -126,7 +127,7 @@ def index(tmp_path: Path) -> Path:
     group = np.where(stored[:, 0] > np.quantile(stored[:, 0], 0.8), "right", "left")
     columns = pa.table({"group": group, "share": SHARES})
     source = Embeddings(
-        [str(row) for row in range(NUM)], stored, {"normalized": True}, None, columns
+        [str(row) for row in range(NUM)], stored, Provenance(normalized=True), None, columns
     )
     Index.build(source, factory="HNSW16", folder=tmp_path / "index")
     (tmp_path / "workload.jsonl").write_text(
@@ -153,7 +154,7 @@ def test_filters_of_an_index_are_exact_up_to_a_number_of_rows(index: Path) -> No
                     queries, 10, exact=exact, **searched.workload_filter(filter)
                 )
             ] == best
-    searched.meta["settings"] = {"exact_rows": 0}
+    searched.record(settings={"exact_rows": 0})
     approximate = [
         {hit.id for hit in hits} for hits in searched.search(queries, 10, where="group=right")
     ]
@@ -173,7 +174,7 @@ def test_recall_of_an_index_is_chosen_kept_and_checked(
     assert recorded["settings"] == {"exact_rows": 480}, (
         "30 and 120 do not reach the 400 rows of the filter"
     )
-    assert Index.open(index, verify=True).meta["settings"] == recorded["settings"]
+    assert Index.open(index, verify=True).provenance.settings == recorded["settings"]
     run(*words)
     (tmp_path / "gone.txt").write_text("7\n")
     (tmp_path / "workload.jsonl").write_text('{"filter": "year>2000"}\n')

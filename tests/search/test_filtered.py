@@ -56,7 +56,7 @@ def test_many_rows_are_found_as_well_as_without_a_filter(
     factory: str, settings: dict[str, int], share: float
 ) -> None:
     index = Index.build(VECTORS, factory=factory, recall_queries=0)
-    index.meta["settings"] = {"exact_rows": 0}
+    index.record(settings={"exact_rows": 0})
     kept = np.random.default_rng(5).random(len(VECTORS)) < share
     kept_rows = np.flatnonzero(kept)
 

@@ -14,6 +14,7 @@ import pytest
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.search import Index, is_index
 from dualenc.search.index.kinds import KINDS
 from tests.helpers.clusters import clustered, exact_rows, search_ids
@@ -35,9 +36,9 @@ def test_exact_search_with_ids(metric: Any) -> None:
     np.testing.assert_allclose(
         scores, np.take_along_axis(queries @ vectors.T, rows, axis=1), rtol=1e-4
     )
-    assert index.meta["factory"] == "Flat"
-    assert index.meta["recall_at_10"] == 1.0
-    assert index.meta["metric"] == metric
+    assert index.provenance.factory == "Flat"
+    assert index.provenance.recall_at_10 == 1.0
+    assert index.provenance.metric == metric
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_the_same_as_raw_faiss_with_the_same_factory_string(factory: str) -> Non
     raw = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
     raw.train(vectors)
     raw.add(vectors)
-    for name, value in ours.meta["search_parameters"].items():
+    for name, value in ours.provenance.search_parameters.items():
         faiss.ParameterSpace().set_index_parameter(raw, name, value)
     np.testing.assert_array_equal(ours.search_rows(queries)[1], raw.search(queries, 10)[1])
 
@@ -59,11 +60,13 @@ def test_plain_faiss_opens_what_was_saved_tuned_as_it_was(
     monkeypatch.setattr("dualenc.search.index.kinds.KINDS", KINDS[2:])
     vectors = clustered(6000, 32)
     ours = Index.build(vectors, target_recall=0.99)
-    assert (ours.meta["factory"], ours.meta["trained_on"]) == ("IVF128,Flat", 6000)
+    assert (ours.provenance.factory, ours.provenance.trained_on) == ("IVF128,Flat", 6000)
     ours.save(tmp_path / "index")
     plain = faiss.read_index(str(tmp_path / "index" / "index.faiss"))
-    assert plain.nprobe == ours.meta["search_parameters"]["nprobe"] > 1
-    assert ours.meta["recall_at_10"] >= 0.98, "of other queries than those that it was tuned with"
+    assert plain.nprobe == ours.provenance.search_parameters["nprobe"] > 1
+    assert ours.provenance.recall_at_10 >= 0.98, (
+        "of other queries than those that it was tuned with"
+    )
     np.testing.assert_array_equal(
         plain.search(vectors[:9], 10)[1], ours.search_rows(vectors[:9])[1]
     )
@@ -77,9 +80,9 @@ def test_saved_and_opened(tmp_path: Path) -> None:
     assert is_index(tmp_path / "index")
     assert len(opened) == 2000
     assert opened.ids == embeddings.ids
-    assert opened.meta.items() >= built.meta.items()
-    assert opened.meta["model"] == "models/m"
-    assert opened.meta["side"] == "right"
+    assert opened.provenance.entries().items() >= built.provenance.entries().items()
+    assert opened.provenance.model == "models/m"
+    assert opened.provenance.side == "right"
     assert opened.hit(1999, 0).snippet == "text 1999"
     for ours, theirs in zip(search_ids(built, clustered(5)), search_ids(opened, clustered(5))):
         np.testing.assert_array_equal(ours, theirs)
@@ -98,7 +101,7 @@ def test_search_parameters_change_the_search() -> None:
     all_lists = index.search_rows(queries, nprobe=64)[1]
     assert (all_lists == exact_rows(clustered(2000), queries, 10)).mean() > 0.99
     assert (few != all_lists).any()
-    assert index.meta["search_parameters"] == {}
+    assert index.provenance.search_parameters == {}
 
 
 def test_half_precision_zero_vectors_and_more_results_than_there_are() -> None:
@@ -178,8 +181,10 @@ def test_stored_vectors_that_are_not_what_they_say() -> None:
     for factor, words in ((3.0, "has length 3 instead of 1"), (0.9, "has length 0.9 ")):
         scaled = unit * np.where(np.arange(200) == 150, factor, 1)[:, None]
         with pytest.raises(DualencError, match=f"the vector of 'doc 150' {words}"):
-            Index.build(Embeddings(IDS[:200], scaled.astype(np.float32), {"normalized": True}))
-    embeddings = Embeddings(IDS[:200], unit.astype(np.float16), {"normalized": True})
+            Index.build(
+                Embeddings(IDS[:200], scaled.astype(np.float32), Provenance(normalized=True))
+            )
+    embeddings = Embeddings(IDS[:200], unit.astype(np.float16), Provenance(normalized=True))
     assert len(Index.build(embeddings)) == 200, "half precision is near enough"
 
 

@@ -58,8 +58,8 @@ def test_swapped_indexes_are_of_the_same_kind_and_hold_what_was_asked(
         assert list(index.ids) == names
         assert index.hit(9, 0.0).snippet == "text 9"
         about = {"factory": factory, "metric": metric, "mapped": COUNT - stop, "data": "d", **ABOUT}
-        assert {name: index.meta[name] for name in about} == about
-        assert (index.dim, index.meta["target_recall"]) == (8, 0.95)
+        assert index.provenance.difference(about) is None
+        assert (index.dim, index.provenance.target_recall) == (8, 0.95)
         assert ((tmp_path / "index" / "refine.faiss").exists()) == (memory is not None)
         expected = mapped.copy()
         expected[COUNT - stop :] = new_vectors()[COUNT - stop :]
@@ -83,7 +83,7 @@ def test_a_next_index_that_a_killed_process_has_half_removed_is_replaced(tmp_pat
     shutil.copyfile(migration.work / "old" / "meta.json", migration.work / "next" / "meta.json")
     documents = open_documents(migration.work / "old", migration.work)
     migration.swap(documents, [Embeddings(["doc 0"], new_vectors()[:1])], 1)
-    assert Index.open(tmp_path / "index", verify=True).meta["mapped"] == COUNT - 1
+    assert Index.open(tmp_path / "index", verify=True).provenance.mapped == COUNT - 1
     assert not (migration.work / "next").exists()
 
 

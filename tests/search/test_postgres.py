@@ -322,7 +322,7 @@ def test_recall_under_filters_holds_and_a_regression_is_noticed(
     index = push_embeddings(source, postgres, "filtered", metric="cosine")[0]
     filters = ["", "share < 0.2", "share < 0.05"]
     queries = random.normal(size=(240, 32)).astype(np.float32)
-    index.meta["settings"] = {"ef_search": 1, "iterative_scan": "off"}
+    index.record(settings={"ef_search": 1, "iterative_scan": "off"})
     index.save(tmp_path)
     measured = tune_folder(tmp_path, index, queries, filters, 0.9)
     unit = np.float64(stored) / np.linalg.norm(np.float64(stored), axis=1, keepdims=True)

@@ -156,7 +156,7 @@ def test_the_extension_may_be_in_any_schema(postgres: str, dim: int, kind: Any) 
     )[0]
     assert [hit.id for hit in hits] == ["h"]
     # pgvector is loaded: it refuses a setting that it does not know.
-    index.meta["settings"] = {"nonsense": 1}
+    index.record(settings={"nonsense": 1})
     with pytest.raises(DualencError, match="nonsense"):
         index.search(stored[:1], 1)
     index.close()
@@ -190,7 +190,7 @@ def test_urls_of_sqlalchemy_and_django(postgres: str, tmp_path: Path, scheme: st
     target = postgres.replace("postgresql", scheme).replace("me@", "me:p@s:s@")
     index = push_embeddings(embeddings(), target, "urls")[0]
     shown = postgres.replace("postgresql", scheme)
-    assert index.meta["target"] == shown
+    assert index.provenance.target == shown
     assert index.location == f"{shown} 'urls'"
     index.save(tmp_path)
     assert open_engine(tmp_path).search(vectors(1), 1)[0][0].id == IDS[0]
@@ -471,7 +471,7 @@ def test_tables_and_folders_of_an_earlier_version(tmp_path: Path, postgres: str)
     execute(postgres, f"COMMENT ON TABLE \"old.docs\" IS 'dualenc {json.dumps(state)}'")
     host = postgres.split("@")[1].split("/")[0]
     old_target = f"postgresql://?user=me&host={host}&dbname=postgres"
-    index.meta["settings"]["ef_search"] = 77
+    index.record(settings={**index.provenance.settings, "ef_search": 77})
     index.save(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())
     assert "schema" not in meta

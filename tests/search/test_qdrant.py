@@ -48,7 +48,7 @@ def pushed(
         source or embeddings(), TARGET or url_of(folder / "store"), "items", **options
     )
     index.close()
-    return QdrantIndex(index.meta), sent
+    return QdrantIndex(index.provenance), sent
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -238,4 +238,4 @@ def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
     monkeypatch.delitem(sys.modules, "dualenc.search.engines.qdrant")
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[qdrant\]'"):
-        push_embeddings(embeddings(), filled.meta["target"], "items")
+        push_embeddings(embeddings(), filled.provenance.target, "items")

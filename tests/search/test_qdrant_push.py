@@ -17,6 +17,7 @@ import qdrant_client
 from qdrant_client import models
 
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings
 from dualenc.search.documents import open_documents
 from dualenc.search.engines.factory import open_engine, push_embeddings
@@ -280,7 +281,7 @@ def test_integers_beyond_the_doubles_compare_exactly(
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
     table = pa.table({"ns": pa.array(BIG, pa.int64())})
     ids = [f"i{row}" for row in range(len(BIG))]
-    index = push(Embeddings(ids, vectors(len(BIG)), {"normalized": True}, None, table))[0]
+    index = push(Embeddings(ids, vectors(len(BIG)), Provenance(normalized=True), None, table))[0]
     for word in WORDS:
         conditions = parse_conditions([word], index.column_kinds)
         expected = {name for name, met in zip(ids, meets(conditions, table)) if met}

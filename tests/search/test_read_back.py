@@ -48,7 +48,7 @@ def built(folder: Path, factory: str, **options: Any) -> Path:
 def agreement(folder: Path) -> float:
     """The share of the best ten of a search that the vectors read back rank among their best
     ten."""
-    options = {"nprobe": 8} if "IVF8" in str(Index.open(folder).meta["factory"]) else {}
+    options = {"nprobe": 8} if "IVF8" in str(Index.open(folder).provenance.factory) else {}
     vectors = np.asarray(open_documents(folder, folder.with_suffix(".work")).vectors[:], np.float32)
     scores = QUERIES @ vectors.T
     rows = Index.open(folder).search_rows(QUERIES, 10, **options)[1]
@@ -96,7 +96,7 @@ def test_an_index_whose_pca_subtracts_the_mean_is_refused(tmp_path: Path) -> Non
     index.train(vectors)
     index.add(vectors)
     ours = Index.build(vectors, factory="PCA24,Flat", recall_queries=0, folder=tmp_path / "index")
-    Index(index, ours.ids, ours.meta).save(tmp_path / "old")
+    Index(index, ours.ids, ours.provenance).save(tmp_path / "old")
     assert len(open_documents(tmp_path / "index", tmp_path / "work").vectors) == NUM
     with pytest.raises(
         DualencError,

@@ -53,7 +53,7 @@ def test_the_same_results_as_an_index_filled_in_memory(
     expected_index = faiss.index_factory(16, factory, faiss.METRIC_INNER_PRODUCT)
     expected_index.train(clustered(COUNT))
     expected_index.add(clustered(COUNT))
-    for name, value in built.meta["search_parameters"].items():
+    for name, value in built.provenance.search_parameters.items():
         faiss.ParameterSpace().set_index_parameter(expected_index, name, value)
     queries = clustered(40, seed=1)
     expected = expected_index.search(queries, 10)
@@ -104,7 +104,7 @@ def test_auto_fits_the_memory_of_the_machine(
     monkeypatch.setattr(kinds, "FLOAT_VALUES", 1)
     monkeypatch.setattr(os, "sysconf", lambda _: 330)
     index = Index.build(embeddings, None, folder=tmp_path / "index")
-    assert index.meta["factory"].endswith(",Refine(SQfp16)")
+    assert index.provenance.factory.endswith(",Refine(SQfp16)")
     assert (tmp_path / "index" / "refine.faiss").exists()
 
 

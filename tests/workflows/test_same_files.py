@@ -112,7 +112,7 @@ def test_index_append_remove_and_verify(
     folder = sides[1] / "index"
     built = dualenc.index(old, docs, out=folder, texts=True, bm25=True, progress=False)
     assert (built.num_vectors, built.num_bm25, built.num_texts) == (200, 200, 200)
-    assert built.meta["recall_at_10"] == built.open().meta["recall_at_10"]
+    assert built.provenance.recall_at_10 == built.open().provenance.recall_at_10
     appended = dualenc.append(folder, old, more, progress=False)
     assert (appended.num_changed, appended.num_vectors, appended.was_done) == (5, 205, False)
     removed = dualenc.remove(folder, made / "gone.txt")

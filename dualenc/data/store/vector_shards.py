@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ import pyarrow as pa
 from dualenc.data.store.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
 from dualenc.io.checksums import verify_files
-from dualenc.io.reading import check_fields, read_json_object, with_home
+from dualenc.io.provenance import META, Provenance
+from dualenc.io.reading import read_json_object, with_home
 from dualenc.types import check_several
 
 FORMAT = "dualenc embeddings"
@@ -46,7 +47,7 @@ class Embeddings:
     Args:
         ids: (N,) distinct strings.
         vectors: (N, D) float16 or float32, an array or `ShardedVectors`.
-        meta: metadata (`model`, `side`, `modality`, `dtype`, …).
+        provenance: the model and data that the vectors came from, as far as known.
         snippets: (N,) texts to show with the ids.
         columns: (N,) rows of the user's columns.
         hashes: (N,) uint64 of the whole texts (`dualenc.data.store.items.text_hash`); 0 if unknown.
@@ -56,7 +57,7 @@ class Embeddings:
         self,
         ids: Sequence[str],
         vectors: Array,
-        meta: dict[str, Any] | None = None,
+        provenance: Provenance | None = None,
         snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
         hashes: np.ndarray | None = None,
@@ -74,7 +75,7 @@ class Embeddings:
         check_several("ids", ids)
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
         self.vectors = vectors
-        self.meta = dict(meta or {})
+        self.provenance = provenance or Provenance()
         self.snippets = snippets
         self.columns = columns
         self.hashes = hashes
@@ -92,21 +93,21 @@ class Embeddings:
             DualencError: the folder is unfinished, corrupt or not a folder of embeddings.
         """
         folder = with_home(Path(folder))
-        meta = read_meta(folder)
-        if not meta["complete"]:
+        provenance = read_provenance(folder)
+        if not provenance.complete:
             raise DualencError(
                 "this folder of embeddings is not finished",
                 fix=f"{AGAIN} to resume it",
                 where=folder,
             )
         # The sizes in meta.json show truncated files at once; --verify reads everything.
-        paths = [shard_path(folder, number) for number in range(len(meta["shard_rows"]))]
-        verify_files(folder, [path.name for path in paths] + [ORDER], meta, AGAIN, verify)
-        table = ItemTable(paths, sum(meta["shard_rows"]), AGAIN)
-        shards = [vectors_of(batch, meta["dim"], meta["dtype"], folder) for batch in table.batches]
-        return cls(
-            table.ids, ShardedVectors(shards), meta, table.texts, table.columns, table.hashes
-        )
+        rows, dim, dtype = provenance.shard_rows, provenance.dim, provenance.dtype
+        paths = [shard_path(folder, number) for number in range(len(rows))]
+        names = [*(path.name for path in paths), ORDER]
+        verify_files(folder, names, provenance.sizes, provenance.files, AGAIN, verify)
+        table = ItemTable(paths, sum(rows), AGAIN)
+        vectors = ShardedVectors([vectors_of(part, dim, dtype, folder) for part in table.batches])
+        return cls(table.ids, vectors, provenance, table.texts, table.columns, table.hashes)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -115,6 +116,10 @@ class Embeddings:
     def dim(self) -> int:
         """D, the size of the vectors."""
         return int(self.vectors.shape[1])
+
+    def record(self, **entries: Any) -> None:
+        """Change entries of the provenance."""
+        self.provenance = self.provenance.updated(**entries)
 
     def rows_of(self, ids: Sequence[str]) -> np.ndarray:
         """Return the row of each id, (n,); -1 for an id without a vector."""
@@ -130,7 +135,7 @@ class Embeddings:
         parts = []
         for block in self.blocks():
             short = block[:, :dim]
-            if self.meta.get("normalized"):
+            if self.provenance.normalized:
                 # A vector may be zero in its first components: keep it, without dividing by 0.
                 lengths = np.linalg.norm(short, axis=1, keepdims=True)
                 short = short / np.where(lengths == 0, 1, lengths)
@@ -139,7 +144,7 @@ class Embeddings:
         return Embeddings(
             self.ids,
             np.concatenate(parts),
-            {**self.meta, "dim": dim},
+            self.provenance.updated(dim=dim),
             self.snippets,
             self.columns,
             self.hashes,
@@ -241,55 +246,24 @@ def are_embeddings(folder: Path) -> bool:
     )
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read and check the meta.json of a folder of embeddings."""
+def read_provenance(folder: Path) -> Provenance:
+    """Read and check the meta.json of a folder of embeddings, finished or not."""
     other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
-    meta = read_head(
-        folder, FORMAT, FORMAT_VERSION, other, {"complete": bool, "dim": int, "dtype": str}
-    )
-    path = folder / "meta.json"
+    required = ["complete", "dim", "dtype"]
+    provenance = Provenance.from_folder(folder, FORMAT, FORMAT_VERSION, required, other, AGAIN)
     # While a folder is being written, the rows per shard are not known yet.
-    if meta["complete"]:
-        check_fields(meta, {"shard_rows": list, "files": dict}, path)
-    rows = meta.get("shard_rows", [0])
-    # type, not isinstance: a bool is an int.
-    good_rows = rows and all(type(count) is int and count >= 0 for count in rows)
-    if not good_rows or meta["dim"] < 1 or meta["dtype"] not in DTYPES:
+    if provenance.complete:
+        provenance.check(folder / META, ["shard_rows", "files"], AGAIN)
+    rows = provenance.shard_rows if provenance.complete else [0]
+    is_valid = rows and min(rows) >= 0 and provenance.dim >= 1 and provenance.dtype in DTYPES
+    if not is_valid:
         raise DualencError(
-            f"dim {meta['dim']}, dtype {meta['dtype']} and shard_rows {str(rows)[:60]} "
+            f"dim {provenance.dim}, dtype {provenance.dtype} and shard_rows {str(rows)[:60]} "
             "do not describe embeddings",
             fix="embed into another folder",
-            where=path,
+            where=folder / META,
         )
-    return meta
-
-
-def read_head(
-    folder: Path, expected_format: str, version: int, other: str, kinds: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Read the meta.json of a folder and check its format, version and fields.
-
-    Args:
-        folder: folder with the file meta.json.
-        expected_format: required value of `format`.
-        version: required value of `version`.
-        other: error message for a folder of another format.
-        kinds: required fields and their types, see `read_json_object`.
-    """
-    meta = read_json_object(folder / "meta.json")
-    if meta.get("format") != expected_format:
-        raise DualencError(
-            other,
-            where=folder,
-        )
-    if meta.get("version") != version:
-        raise DualencError(
-            f"has format {meta.get('version')} of another dualenc; this one reads format {version}",
-            fix="make the folder again, or install that dualenc",
-            where=folder,
-        )
-    check_fields(meta, kinds, folder / "meta.json")
-    return meta
+    return provenance
 
 
 def shard_path(folder: Path, number: int) -> Path:

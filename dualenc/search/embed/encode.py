@@ -37,6 +37,7 @@ from dualenc.encoders.dual import (
     window_rows,
 )
 from dualenc.errors import BadSample, DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.search.embed.writer import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
 
@@ -93,7 +94,7 @@ def embed(
         autocast: precision of the forward passes; None for that of the weights.
         num_workers: number of processes that read and prepare items; None for 0, or up to 4 for
             images.
-        on_error: "skip" bad samples and count them in `meta["skipped"]`, or "raise" at the first
+        on_error: "skip" bad samples and count them in `provenance.skipped`, or "raise" at the first
             one.
         identity: further entries of meta.json that must be equal to resume, such as the side.
         notes: further entries of meta.json that may differ, such as the model's name.
@@ -206,7 +207,10 @@ def _embed_in_memory(
     columns = None if encoder.corpus.columns is None else encoder.corpus.columns.take(rows)
     meta = {**meta, "dim": encoder.dim, "dtype": dtype, **skipped_entries(ids, skipped)}
     return Embeddings(
-        [ids[row] for row in rows], vectors.astype(dtype, copy=False), meta, columns=columns
+        [ids[row] for row in rows],
+        vectors.astype(dtype, copy=False),
+        Provenance.from_entries(meta),
+        columns=columns,
     )
 
 

@@ -37,13 +37,14 @@ from dualenc.data.store.vector_shards import (
     FORMAT,
     FORMAT_VERSION,
     Embeddings,
-    read_meta,
+    read_provenance,
     read_shard,
     shard_path,
 )
 from dualenc.errors import DualencError
 from dualenc.io.checksums import recorded
-from dualenc.io.files import recover_inside, remove, version_of, write_json
+from dualenc.io.files import recover_inside, remove, version_of
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.targets import check_outside
 
 MAX_SHARD_ROWS = 16384
@@ -95,13 +96,13 @@ def check_embeddings_target(folder: Path) -> bool:
         exists = any(
             not name.startswith((".meta.json.", f"{CREATION}.lock")) for name in os.listdir(folder)
         )
-    if exists and not (folder / "meta.json").is_file():
+    if exists and not (folder / META).is_file():
         raise DualencError(
             "already exists and is not a folder of embeddings",
             fix="choose a new or empty folder",
             where=folder,
         )
-    return exists and bool(read_meta(folder))
+    return exists and read_provenance(folder) is not None
 
 
 class EmbeddingWriter:
@@ -165,7 +166,7 @@ class EmbeddingWriter:
         # Workers that were killed leave lock files behind.
         if self._is_complete():
             self._remove_locks()
-        self._initial_version = version_of(self.folder / "meta.json")
+        self._initial_version = version_of(self.folder / META)
         recover_inside(self.folder)
 
     def _create(self) -> None:
@@ -175,20 +176,20 @@ class EmbeddingWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Several workers may start at once; the first one writes meta.json.
         with self._lock(CREATION, wait=True):
-            if not (self.folder / "meta.json").exists():
+            if not (self.folder / META).exists():
                 self._write_meta(complete=False)
 
     def _is_complete(self) -> bool:
         """Return True if meta.json says complete; raise if it describes other embeddings."""
-        meta = read_meta(self.folder)
-        for key, value in self.identity.items():
-            if meta.get(key) != value:
-                raise DualencError(
-                    f"holds embeddings with {key} {str(meta.get(key))[:40]}, not {str(value)[:40]}",
-                    fix="choose another folder or remove it",
-                    where=self.folder,
-                )
-        return bool(meta["complete"])
+        provenance = read_provenance(self.folder)
+        if difference := provenance.difference(self.identity):
+            name, present, own = difference
+            raise DualencError(
+                f"holds embeddings with {name} {str(present)[:40]}, not {str(own)[:40]}",
+                fix="choose another folder or remove it",
+                where=self.folder,
+            )
+        return provenance.complete
 
     def _lock(self, name: str, wait: bool = False) -> AbstractContextManager[bool]:
         """Lock a name within the folder."""
@@ -219,7 +220,7 @@ class EmbeddingWriter:
                 if (
                     is_mine
                     and self._is_complete()
-                    and version_of(self.folder / "meta.json") != self._initial_version
+                    and version_of(self.folder / META) != self._initial_version
                 ):
                     self._remove_locks()
                     return Embeddings.open(self.folder)
@@ -350,7 +351,8 @@ class EmbeddingWriter:
     def _write_meta(self, **state: Any) -> None:
         """Write meta.json with the given state."""
         head = {"format": FORMAT, "version": FORMAT_VERSION}
-        write_json(self.folder / "meta.json", {**head, **self.notes, **self.identity, **state})
+        entries = {**head, **self.notes, **self.identity, **state}
+        Provenance.from_entries(entries).write(self.folder)
 
     def _note(self, number: int, batch: pa.RecordBatch | None = None) -> dict[str, Any]:
         """Return the provenance of a shard: contents, sha256, skipped."""

@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import pyarrow as pa
 
 from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
-from dualenc.io.files import remove, write_json
+from dualenc.io.files import remove
+from dualenc.io.provenance import Provenance
 from dualenc.io.terminal import printable
 from dualenc.search.engines.pushed_folder import (
     AGAIN,
@@ -59,8 +60,8 @@ class Engine(ABC):
         hits = engine.search(vectors, k=5, where=["year>=2020"])
 
     Args:
-        meta: entries of meta.json: those that `pushed_folder` lists, those of the embeddings,
-            search `settings`, and the engine's own.
+        provenance: record of the embeddings, with the entries that `pushed_folder` lists, search
+            `settings`, and the engine's own entries.
         replaces: whether a push may replace other embeddings.
 
     Attributes:
@@ -75,39 +76,43 @@ class Engine(ABC):
     batch_rows: int
     name_bytes: int
 
-    def __init__(self, meta: dict[str, Any], *, replaces: bool = False) -> None:
-        self.meta = {"settings": {}, **meta}
+    def __init__(self, provenance: Provenance, *, replaces: bool = False) -> None:
+        self.provenance = Provenance.from_entries({"settings": {}, **provenance.entries()})
         self.replaces = replaces
-        self.name: str = meta["collection"]
-        self.location = f"{meta['target']} {self.name!r}"
-        self.dim: int = meta["dim"]
-        self.column_kinds: dict[str, Kind] = meta["columns"]
-        self.has_snippets: bool = meta["has_snippets"]
-        self.items_checksum: str = meta["fingerprint"]
+        self.name = provenance.collection
+        self.location = f"{provenance.target} {self.name!r}"
+        self.dim = provenance.dim
+        self.column_kinds = cast("dict[str, Kind]", provenance.columns)
+        self.has_snippets = provenance.has_snippets
+        self.items_checksum = provenance.fingerprint
         # Derived from the embeddings, so that a repeated push resumes a killed one.
         beginning = self.name.encode()[: self.name_bytes].decode(errors="ignore")
         self.beside = f"{beginning}-{self.items_checksum[:12]}"
         self.filled = self.name
 
     def __len__(self) -> int:
-        return int(self.meta["count"])
+        return self.provenance.count
+
+    def record(self, **entries: Any) -> None:
+        """Change entries of the provenance, such as the search `settings`."""
+        self.provenance = self.provenance.updated(**entries)
 
     # A push: `new`; `create` in a transaction; `stored_ids` and `add` in a transaction per batch;
     # `count_rows`, `remove_others` and `finish` in a last one; `save`.
 
     @classmethod
     def new(
-        cls, embeddings: Embeddings, meta: dict[str, Any], index: IndexKind, *, replaces: bool
+        cls, embeddings: Embeddings, provenance: Provenance, index: IndexKind, *, replaces: bool
     ) -> Self:
         """Return the collection for embeddings; it need not exist in the database yet.
 
         Args:
             embeddings: the vectors to push.
-            meta: entries of meta.json that describe them.
+            provenance: record of the vectors, their target and their collection.
             index: kind of pgvector's index.
             replaces: whether the push may replace other embeddings.
         """
-        return cls(meta, replaces=replaces)
+        return cls(provenance, replaces=replaces)
 
     @contextmanager
     def transaction(self) -> Iterator[State | None]:
@@ -207,20 +212,19 @@ class Engine(ABC):
         check_push_target(folder)
         if is_pushed(folder) and not self.is_remembered(read_pushed(folder)):
             remove(Path(folder) / RESULT)
-        head = {"format": FORMAT, "version": FORMAT_VERSION}
-        write_json(Path(folder) / "meta.json", {**self.meta, **head})
+        self.provenance.updated(format=FORMAT, version=FORMAT_VERSION).write(folder)
 
-    def is_remembered(self, meta: dict[str, Any]) -> bool:
-        """Return True if a meta.json records the same vectors and index at the same place."""
-        return self._identity(self.meta) == self._identity(meta)
+    def is_remembered(self, recorded: Provenance) -> bool:
+        """Return True if a folder records the same vectors and index at the same place."""
+        return self._identity(self.provenance) == self._identity(recorded)
 
-    def _identity(self, meta: dict[str, Any]) -> list[Any]:
-        return [meta.get(name) for name in ("fingerprint", "index", "target", "collection")]
+    def _identity(self, recorded: Provenance) -> list[Any]:
+        return [recorded.fingerprint, recorded.index, recorded.target, recorded.collection]
 
     # A search: `open`; `condition` and `nearest` for each call of `search`.
 
     @classmethod
-    def read(cls, folder: StrPath) -> dict[str, Any]:
+    def read(cls, folder: StrPath) -> Provenance:
         """Read and check the meta.json of a folder, without connecting to the engine."""
         return read_pushed(folder)
 
@@ -248,9 +252,10 @@ class Engine(ABC):
     def _check_opened(self, folder: StrPath) -> None:
         problem = f"is gone, or holds other embeddings than {folder} says"
         state = self.check_state(self.stored_state(), problem, AGAIN)
-        if state.get("index") != self.meta.get("index"):
+        kind = self.provenance.index
+        if state.get("index") != kind:
             raise DualencError(
-                f"its push was not finished, or its index is not {self.meta['index']}",
+                f"its push was not finished, or its index is not {kind}",
                 fix=AGAIN,
                 where=self.location,
             )
@@ -281,7 +286,7 @@ class Engine(ABC):
         Raises:
             DualencError: an argument is invalid, or the engine refuses or has lost the collection.
         """
-        vectors = as_queries(queries, self.dim, self.meta["metric"], k)
+        vectors = as_queries(queries, self.dim, self.provenance.metric, k)
         condition = self.condition(filter, parse_conditions(where, self.column_kinds))
         settings = self._settings(nprobe=nprobe, ef_search=ef_search)
         results = []
@@ -292,13 +297,13 @@ class Engine(ABC):
 
     def _settings(self, **options: int | None) -> Settings:
         """Return a copy of the settings with the given options of `search`."""
-        settings = dict(self.meta["settings"])
+        settings = dict(self.provenance.settings)
         for option, value in options.items():
             if value is None:
                 continue
             name = self.setting_of_option.get(option)
             if name is None:
-                kind = self.meta.get("index", "hnsw")
+                kind = self.provenance.index or "hnsw"
                 raise DualencError(
                     f"{option} is {value}, but the index is of kind {kind}", fix="leave it out"
                 )
@@ -326,7 +331,7 @@ class Engine(ABC):
             settings: search settings; None searches exactly.
         """
 
-    # Measuring recall: `use_settings` and `search` with one after the other of `ladder`.
+    # Measuring recall: `record` and `search` with one after the other of `ladder`.
 
     def workload_filter(self, text: str) -> dict[str, Any]:
         """Return the arguments of `search` for a filter of a workload, here the engine's own."""
@@ -335,10 +340,6 @@ class Engine(ABC):
     @abstractmethod
     def ladder(self) -> Iterator[Settings]:
         """Yield search settings that compare more and more rows."""
-
-    def use_settings(self, settings: Settings) -> None:
-        """Search with these settings from now on."""
-        self.meta["settings"] = settings
 
     def sample_vectors(self, count: int) -> np.ndarray:
         """Return a random sample of the vectors (count, D); they repeat if there are fewer.
@@ -357,13 +358,13 @@ class Engine(ABC):
 
     def _pushed_embeddings(self) -> Embeddings | None:
         """Return the pushed embeddings if their folder is recorded and unchanged."""
-        recorded = self.meta.get("embeddings")
-        if not isinstance(recorded, str) or not is_embeddings(recorded):
+        recorded = self.provenance.embeddings
+        if recorded is None or not is_embeddings(recorded):
             return None
         # A folder that was corrupted or written again since is no reason to fail.
         with suppress(DualencError):
             embeddings = Embeddings.open(recorded)
-            fingerprint = embeddings_fingerprint(embeddings, self.meta["metric"])
+            fingerprint = embeddings_fingerprint(embeddings, self.provenance.metric)
             return embeddings if fingerprint == self.items_checksum else None
         return None
 

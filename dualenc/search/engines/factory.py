@@ -15,10 +15,10 @@ from dualenc.data.store.items import check_ids
 from dualenc.data.store.metadata import check_column_names
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
+from dualenc.io.provenance import SOURCE_ENTRIES, Provenance
 from dualenc.search.engines.engine import REPLACED, Engine, IndexKind
 from dualenc.search.engines.pushed_folder import AGAIN, embeddings_fingerprint, read_pushed
 from dualenc.search.index.database import Database
-from dualenc.search.index.open import EMBEDDINGS_META
 from dualenc.search.where import column_kinds
 from dualenc.types import Metric
 
@@ -65,9 +65,9 @@ def push_embeddings(
             embeddings.
     """
     _check_arguments(embeddings, target, name)
-    meta = _describe(embeddings, metric) | {"target": target, "collection": name}
-    engine = _engine_class(target).new(embeddings, meta, index, replaces=replace)
-    database = Database(embeddings, meta["metric"])
+    provenance = _describe(embeddings, metric).updated(target=target, collection=name)
+    engine = _engine_class(target).new(embeddings, provenance, index, replaces=replace)
+    database = Database(embeddings, provenance.metric)
     with engine.transaction() as state:
         if state is None:
             engine.create(embeddings)
@@ -121,21 +121,20 @@ def _check_arguments(embeddings: object, target: object, name: object) -> None:
             )
 
 
-def _describe(embeddings: Embeddings, metric: Metric | None) -> dict[str, Any]:
-    """Return the entries of meta.json that describe the embeddings."""
+def _describe(embeddings: Embeddings, metric: Metric | None) -> Provenance:
+    """Return the record of the embeddings."""
     check_ids(embeddings.ids)
     if embeddings.columns is not None:
         check_column_names(embeddings.columns.column_names)
-    metric = metric or ("cosine" if embeddings.meta.get("normalized") else "ip")
-    kept = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
-    return kept | {
-        "fingerprint": embeddings_fingerprint(embeddings, metric),
-        "count": len(embeddings),
-        "dim": embeddings.dim,
-        "metric": metric,
-        "columns": column_kinds(embeddings.columns),
-        "has_snippets": embeddings.snippets is not None,
-    }
+    metric = metric or ("cosine" if embeddings.provenance.normalized else "ip")
+    return embeddings.provenance.only(SOURCE_ENTRIES).updated(
+        fingerprint=embeddings_fingerprint(embeddings, metric),
+        count=len(embeddings),
+        dim=embeddings.dim,
+        metric=metric,
+        columns=column_kinds(embeddings.columns),
+        has_snippets=embeddings.snippets is not None,
+    )
 
 
 def open_engine(folder: str | os.PathLike[str]) -> Engine:
@@ -144,7 +143,7 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
     Raises:
         DualencError: the folder is not one, or the engine cannot be reached or holds other vectors.
     """
-    return _engine_class(read_pushed(folder)["target"]).open(folder)
+    return _engine_class(read_pushed(folder).target).open(folder)
 
 
 def is_postgres(target: str) -> bool:

@@ -23,6 +23,7 @@ from dualenc.data.readers.vectors import load_npy
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path, save_array, write_json
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
@@ -181,7 +182,7 @@ def tune(
     to_choose = Workload(index, queries[::2], filters)
     to_check = Workload(index, queries[1::2], filters)
     for settings in index.ladder():
-        index.use_settings(settings)
+        index.record(settings=settings)
         if to_choose.measure().low >= target:
             measured = to_check.measure()
             if measured.low >= target:
@@ -242,9 +243,10 @@ def tune_folder(
     """
     check_unmigrated(folder)
     measured = tune(index, queries, filters, target)
-    settings = index.meta["settings"]
-    path = folder / "meta.json"
-    write_json(path, read_json_object(path) | {"settings": settings})
+    settings = index.provenance.settings
+    # Read again: the opened index may be of an earlier generation of the folder.
+    recorded = Provenance.from_entries(read_json_object(folder / META))
+    recorded.updated(settings=settings).write(folder)
     with atomic_path(folder / VECTORS) as part:
         # Only the half that `tune` measures with: `measure_again` repeats that.
         save_array(part, queries[1::2])

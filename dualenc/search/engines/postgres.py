@@ -19,6 +19,7 @@ from psycopg.sql import SQL, Composable, Composed, Identifier
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import check_fields
 from dualenc.io.terminal import printable
 from dualenc.search.engines.engine import RESUME, Engine, IndexKind, Rows, Settings, State
@@ -38,7 +39,7 @@ from dualenc.search.engines.postgres_swap import check_droppable, drop_abandoned
 from dualenc.search.engines.postgres_table import COMMENT, PostgresTable, parse_comment
 from dualenc.search.engines.postgres_url import connection_of, without_secrets
 from dualenc.search.engines.postgres_vectors import MAX_DIM, VALUE_TYPES, VectorColumn
-from dualenc.search.engines.pushed_folder import AGAIN, read_pushed
+from dualenc.search.engines.pushed_folder import AGAIN, ENTRIES, read_pushed
 from dualenc.search.where import Condition
 from dualenc.types import StrPath
 
@@ -52,8 +53,7 @@ class PostgresIndex(Engine):
         hits = engine.search(vectors, k=5, filter="year >= 2020 AND lang = 'en'")
 
     Args:
-        meta: entries of meta.json, see `Engine`, with the `type` of the vectors and the kind of
-            `index`.
+        provenance: see `Engine`, with the `type` of the vectors and the kind of `index`.
         target: URL of the database with a password; by default the recorded one, which has none.
         replaces: whether a push may replace other embeddings.
 
@@ -65,25 +65,25 @@ class PostgresIndex(Engine):
     name_bytes = 40
 
     def __init__(
-        self, meta: dict[str, Any], target: str | None = None, *, replaces: bool = False
+        self, provenance: Provenance, target: str | None = None, *, replaces: bool = False
     ) -> None:
-        super().__init__(meta, replaces=replaces)
-        schema: str = meta.get("schema", "")
-        self.location = f"{meta['target']} {written_name(schema, self.name)!r}"
+        super().__init__(provenance, replaces=replaces)
+        schema = provenance.schema
+        self.location = f"{provenance.target} {written_name(schema, self.name)!r}"
         for name in filter(None, (schema, self.name)):
             check_name(name)
-        self.index: IndexKind = meta["index"]
+        self.index: IndexKind = provenance.index or "none"
         self.setting_of_option = OPTIONS.get(self.index, {})
         self.stored_kinds = self.column_kinds
         if self.has_snippets:
             self.stored_kinds = {"text": "text", **self.column_kinds}
-        self.database = PostgresConnection(target or meta["target"], self.location)
+        self.database = PostgresConnection(target or provenance.target, self.location)
         self.vector_column = VectorColumn(
             self.database,
             name="embedding",
-            stored=meta["type"],
+            stored=provenance.type,
             dim=self.dim,
-            metric=meta["metric"],
+            metric=provenance.metric,
             is_indexed=self.index != "none",
         )
         with self.database.one_line_errors():
@@ -116,9 +116,9 @@ class PostgresIndex(Engine):
 
     @classmethod
     def new(
-        cls, embeddings: Embeddings, meta: dict[str, Any], index: IndexKind, *, replaces: bool
+        cls, embeddings: Embeddings, provenance: Provenance, index: IndexKind, *, replaces: bool
     ) -> Self:
-        if "embedding" in meta["columns"]:
+        if "embedding" in provenance.columns:
             raise DualencError(
                 "column 'embedding' is reserved for the vectors", fix="rename it and embed again"
             )
@@ -136,8 +136,9 @@ class PostgresIndex(Engine):
         # Store the precision of the embeddings: half the space for float16.
         kind = "halfvec" if embeddings.vectors.dtype == np.float16 else "vector"
         own = {"type": kind, "index": index, "settings": default_settings(index, len(embeddings))}
-        place = parse_name(meta["collection"]) | {"target": without_secrets(meta["target"])}
-        return cls({**meta, **place, **own}, meta["target"], replaces=replaces)
+        target = provenance.target
+        place = parse_name(provenance.collection) | {"target": without_secrets(target)}
+        return cls(provenance.updated(**place, **own), target, replaces=replaces)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
@@ -239,22 +240,20 @@ class PostgresIndex(Engine):
     def swap(self) -> None:
         replace_table(self.table, self.filled_table)
 
-    def _identity(self, meta: dict[str, Any]) -> list[Any]:
-        place = {"target": connection_of(meta["target"])}
-        return [*super()._identity({**meta, **place}), meta.get("schema")]
+    def _identity(self, recorded: Provenance) -> list[Any]:
+        reached = recorded.updated(target=connection_of(recorded.target))
+        return [*super()._identity(reached), recorded.schema]
 
     @classmethod
-    def read(cls, folder: StrPath) -> dict[str, Any]:
-        meta = read_pushed(folder)
-        path = Path(folder) / "meta.json"
-        kinds = {"type": str, "index": str, "settings": dict, "schema": str}
-        check_fields({"schema": "", **meta}, kinds, path)
-        expected = default_settings(meta["index"], meta["count"])
-        if meta["type"] not in VALUE_TYPES or not set(meta["settings"]) <= set(expected):
+    def read(cls, folder: StrPath) -> Provenance:
+        recorded = read_pushed(folder, [*ENTRIES, "type", "index", "settings"])
+        path = Path(folder) / META
+        settings = recorded.settings
+        expected = default_settings(recorded.index or "none", recorded.count)
+        if recorded.type not in VALUE_TYPES or not set(settings) <= set(expected):
             raise DualencError("type, index or settings are unknown", fix=AGAIN, where=path)
-        setting_kinds = {name: type(value) for name, value in expected.items()}
-        check_fields(meta["settings"], setting_kinds, path)
-        return meta
+        check_fields(settings, {name: type(value) for name, value in expected.items()}, path)
+        return recorded
 
     def condition(
         self, filter: str, where: Sequence[Condition]
@@ -338,7 +337,7 @@ class PostgresIndex(Engine):
         self.check_state(self._fetch_state(cursor))
 
     def ladder(self) -> Iterator[Settings]:
-        return ladder(self.index, self.meta["settings"])
+        return ladder(self.index, self.provenance.settings)
 
     def texts_by_id(self) -> dict[str, str]:
         text = SQL("text" if self.has_snippets else "NULL")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from dualenc.data.store.identity import digest_of
-from dualenc.data.store.vector_shards import Embeddings, read_head
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import check_folder_target, is_folder_of
+from dualenc.io.provenance import Provenance
 from dualenc.io.targets import check_outside
 from dualenc.io.terminal import without_credentials
-from dualenc.search.index.open import check_recorded
 from dualenc.types import StrPath
 
 FORMAT = "dualenc engine"
@@ -22,17 +22,17 @@ FORMAT_VERSION = 3
 AGAIN = "run `dualenc push` again"
 RESULT = "recall.json"
 """Measured recall, in the folder of an engine or an index."""
-ENTRIES = {
-    "target": str,
-    "collection": str,
-    "fingerprint": str,
-    "count": int,
-    "dim": int,
-    "metric": str,
-    "columns": dict,
-    "has_snippets": bool,
-}
-"""Entries of meta.json that a push adds to those of the embeddings, with their types."""
+ENTRIES = (
+    "target",
+    "collection",
+    "fingerprint",
+    "count",
+    "dim",
+    "metric",
+    "columns",
+    "has_snippets",
+)
+"""Entries of meta.json that a push adds to those of the embeddings."""
 
 
 def refuse_url(source: StrPath) -> None:
@@ -57,19 +57,16 @@ def check_push_target(folder: StrPath) -> None:
     check_folder_target(folder, is_pushed, "collection that dualenc pushed")
 
 
-def read_pushed(folder: StrPath) -> dict[str, Any]:
+def read_pushed(folder: StrPath, required: Sequence[str] = ENTRIES) -> Provenance:
     """Read the meta.json of a folder that records pushed embeddings, without connecting."""
-    path = Path(folder) / "meta.json"
     other = "was not written by `dualenc push`; push embeddings first"
-    meta = read_head(path.parent, FORMAT, FORMAT_VERSION, other, ENTRIES)
-    check_recorded(path, meta, AGAIN)
-    return meta
+    return Provenance.from_folder(Path(folder), FORMAT, FORMAT_VERSION, required, other, AGAIN)
 
 
 def embeddings_fingerprint(embeddings: Embeddings, metric: str) -> str:
     """Return the checksum of contents and metric that identifies pushed embeddings."""
     # A folder records the checksums of its files; embeddings in memory are hashed here.
-    contents = [f"{name} {value}" for name, value in embeddings.meta.get("files", {}).items()]
+    contents = [f"{name} {value}" for name, value in embeddings.provenance.files.items()]
     if contents:
         return digest_of(metric, sorted(contents))
     return digest_of(metric, *(bytes(batch.serialize()) for batch in embeddings.record_batches()))

@@ -35,6 +35,7 @@ from qdrant_client.models import (
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
+from dualenc.io.provenance import Provenance
 from dualenc.io.terminal import without_credentials
 from dualenc.search.engines.engine import REPLACED, RESUME, Engine, Rows, Settings, State
 from dualenc.search.engines.pushed_folder import AGAIN
@@ -59,7 +60,7 @@ class QdrantIndex(Engine):
         hits = engine.search(vectors, k=5, where=["year>=2020"])
 
     Args:
-        meta: entries of meta.json, see `Engine`.
+        provenance: see `Engine`.
         replaces: whether a push may replace other embeddings.
 
     Raises:
@@ -70,27 +71,28 @@ class QdrantIndex(Engine):
     batch_rows = 1024
     name_bytes = 100
 
-    def __init__(self, meta: dict[str, Any], *, replaces: bool = False) -> None:
-        super().__init__(meta, replaces=replaces)
+    def __init__(self, provenance: Provenance, *, replaces: bool = False) -> None:
+        super().__init__(provenance, replaces=replaces)
+        target = provenance.target
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}", self.name):
             raise DualencError(
                 f"collection is {self.name[:40]!r}", fix="give a name of letters, digits, - and _"
             )
         # The client would unpickle the contents of a local folder, which can run code.
-        if not meta["target"].startswith(("http://", "https://")):
+        if not target.startswith(("http://", "https://")):
             raise DualencError(
                 "is not the URL of PostgreSQL or a Qdrant server",
                 fix="write postgresql://user@host/database or http://localhost:6333",
-                where=without_credentials(meta["target"]),
+                where=without_credentials(target),
             )
-        if "@" in meta["target"] or urlsplit(meta["target"]).query:
+        if "@" in target or urlsplit(target).query:
             raise DualencError(
                 "the URL of the server contains a key or query", fix=f"set {API_KEY} instead"
             )
         key = os.environ.get(API_KEY) or None
         with self.one_line_errors():
             self.client: Any = qdrant_client.QdrantClient(
-                url=meta["target"], api_key=key, timeout=60, check_compatibility=False
+                url=target, api_key=key, timeout=60, check_compatibility=False
             )
 
     def exclusive(self) -> AbstractContextManager[None]:
@@ -109,7 +111,7 @@ class QdrantIndex(Engine):
 
     def create(self, embeddings: Embeddings) -> None:
         dtype = Datatype(str(embeddings.vectors.dtype))
-        distance = DISTANCES[self.meta["metric"]]
+        distance = DISTANCES[self.provenance.metric]
         vectors = VectorParams(size=self.dim, distance=distance, datatype=dtype)
         metadata = {"dualenc": self.items_checksum, "dualenc_alias": self.name}
         if self.replaces:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from dualenc.data.store.items import check_ids, rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.io.files import atomic_folder, locked, was_replaced_by_killed
+from dualenc.io.provenance import MEASURED, Provenance
 from dualenc.search.engines.filter_recall import RESULT, VECTORS
 from dualenc.search.index.database import Database
 from dualenc.search.index.open import Index, is_index, rows_in, write_contents
@@ -35,8 +36,6 @@ from dualenc.types import check_several
 if TYPE_CHECKING:
     from dualenc.data import Corpus
 
-MEASURED = ("target_recall", "recall_at_10", "recall_queries", "recall_queries_from", "latency_ms")
-"""Entries of meta.json that were measured when the index was built."""
 PLACEHOLDER = "_"
 """Name of the placeholder column, which no column of a user can have."""
 
@@ -64,9 +63,8 @@ def append(
         index = Index.open(folder)
         if was_killed and are_last(index, embeddings.ids):
             return index
-        check_addition(
-            index, {**embeddings.meta, "dimension": embeddings.dim}, embeddings.ids, folder
-        )
+        about = embeddings.provenance.updated(dim=embeddings.dim)
+        check_addition(index, about, embeddings.ids, folder)
         texts = _whole_texts(index, folder)
         if texts is not None:
             if corpus is None:
@@ -84,14 +82,15 @@ def append(
         columns = _joined(index, embeddings, folder)
         changed = _read(index, folder)
         with explain(f"{folder}: FAISS cannot take the vectors", "build the index again"):
-            for block in Database(embeddings, index.meta["metric"]).blocks():
+            for block in Database(embeddings, index.provenance.metric).blocks():
                 changed.add(block)
-        meta = _changed_meta(index, "appended", len(embeddings))
         hashes = None
         if index.hashes is not None or embeddings.hashes is not None:
             hashes = np.concatenate([_known_hashes(index), _known_hashes(embeddings)])
         ids = [*index.ids, *embeddings.ids]
-        return _replace(folder, changed, ids, snippets, columns, meta, texts, hashes)
+        appended = index.provenance.appended + len(embeddings)
+        provenance = _changed(index.provenance, count=len(ids), appended=appended)
+        return _replace(folder, changed, ids, snippets, columns, provenance, texts, hashes)
 
 
 def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
@@ -138,10 +137,11 @@ def remove(folder: str | os.PathLike[str], ids: Sequence[str]) -> Index:
         _remove_rows(changed, removed, folder)
         snippets = None if index.snippets is None else itertools.compress(index.snippets, stays)
         columns = None if index.columns is None else index.columns.filter(pa.array(stays))
-        meta = _changed_meta(index, "removed", len(removed))
         hashes = None if index.hashes is None else index.hashes[stays]
         ids_left = list(itertools.compress(index.ids, stays))
-        return _replace(folder, changed, ids_left, snippets, columns, meta, texts, hashes)
+        num_removed = index.provenance.removed + len(removed)
+        provenance = _changed(index.provenance, count=len(ids_left), removed=num_removed)
+        return _replace(folder, changed, ids_left, snippets, columns, provenance, texts, hashes)
 
 
 def _known_hashes(source: Index | Embeddings) -> np.ndarray:
@@ -161,7 +161,7 @@ def are_last(index: Index, ids: Sequence[str]) -> bool:
 
 def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
     """Read the FAISS index into memory, because a memory-mapped one cannot change."""
-    if index.meta.get("mapped"):
+    if index.provenance.mapped:
         raise DualencError(
             "its model is being changed", fix="finish `dualenc migrate` first", where=folder
         )
@@ -178,7 +178,7 @@ def _replace(
     ids: Sequence[str],
     snippets: Iterable[str] | None,
     columns: pa.Table | None,
-    meta: dict[str, Any],
+    provenance: Provenance,
     texts: Iterable[str] | None,
     hashes: np.ndarray | None,
 ) -> Index:
@@ -186,7 +186,7 @@ def _replace(
     has_bm25 = has_lexical(folder)
     with atomic_folder(folder, is_index, "index") as part:
         part.mkdir()
-        contents = (changed, ids, snippets, columns, meta)
+        contents = (changed, ids, snippets, columns, provenance)
         checksum = write_contents(part, Path(folder), *contents, hashes=hashes)
         # The filter workload stays valid: `dualenc evaluate engine` measures it again.
         for name in (RESULT, VECTORS):
@@ -213,23 +213,27 @@ def _whole_texts(index: Index, folder: str | os.PathLike[str]) -> Iterable[str] 
 
 
 def check_addition(
-    index: Index, about: Mapping[str, Any], ids: Sequence[str], folder: str | os.PathLike[str]
+    index: Index, about: Provenance, ids: Sequence[str], folder: str | os.PathLike[str]
 ) -> None:
     """Raise unless items may be appended to an index.
 
     Args:
         index: the index.
-        about: `dimension`, `model_checksum`, `side` and `output` of the new vectors, if known.
+        about: `dim`, and `model_checksum`, `side` and `output` of the new vectors, if known.
         ids: ids of the new items.
         folder: the index, for errors.
 
     Raises:
         DualencError: the vectors are of another kind, or an id is already in the index.
     """
-    own = {**index.meta, "dimension": index.dim}
-    for name in ("dimension", "model_checksum", "side", "output"):
-        ours = own.get(name)
-        theirs = about.get(name)
+    own = index.provenance
+    compared = {
+        "dimension": (index.dim, about.dim),
+        "model_checksum": (own.model_checksum, about.model_checksum),
+        "side": (own.side, about.side),
+        "output": (own.output, about.output),
+    }
+    for name, (ours, theirs) in compared.items():
         if ours is not None and theirs is not None and ours != theirs:
             raise DualencError(
                 f"has vectors of {name} {str(ours)[:12]}, not {str(theirs)[:12]}",
@@ -291,16 +295,12 @@ def _table(source: Index | Embeddings) -> pa.Table:
     return pa.table({PLACEHOLDER: pa.nulls(len(source))})
 
 
-def _changed_meta(index: Index, change: str, count: int) -> dict[str, Any]:
-    """Return the meta.json of a changed index; outdated measurements move to `when_built`."""
-    outdated = (*MEASURED, "files", "sizes")
-    meta = {key: value for key, value in index.meta.items() if key not in outdated}
-    meta["count"] = len(index) + (count if change == "appended" else -count)
-    meta[change] = meta.get(change, 0) + count
-    measured = {key: index.meta[key] for key in MEASURED if key in index.meta}
-    if measured:
-        meta["when_built"] = measured
-    return meta
+def _changed(provenance: Provenance, **entries: int) -> Provenance:
+    """Return the record of a changed index; outdated measurements move to `when_built`."""
+    # Without "files" and "sizes" their new values are written last, as by a build.
+    kept = provenance.without([*MEASURED, "files", "sizes"]).updated(**entries)
+    measured = provenance.only(MEASURED).entries()
+    return kept.updated(when_built=measured) if measured else kept
 
 
 def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]) -> None:

@@ -41,7 +41,7 @@ class Database:
             raise DualencError("vectors are missing", fix="give at least one")
         self.embeddings = embeddings
         self.metric = metric
-        self.are_unit = bool(embeddings.meta.get("normalized"))
+        self.are_unit = embeddings.provenance.normalized
 
     def __len__(self) -> int:
         return len(self.embeddings)

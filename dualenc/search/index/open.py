@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +24,7 @@ from dualenc.data.store.items import (
     write_items,
 )
 from dualenc.data.store.metadata import plain_columns
-from dualenc.data.store.vector_shards import Embeddings, read_head
+from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.io.checksums import recorded, verify_files
 from dualenc.io.files import (
@@ -35,11 +35,11 @@ from dualenc.io.files import (
     is_folder_of,
     locked,
     recover,
-    write_json,
 )
+from dualenc.io.provenance import META, SOURCE_ENTRIES, Provenance
 from dualenc.io.targets import check_outside
 from dualenc.search.index.build import build_faiss, building_folder, fit_factory
-from dualenc.search.index.database import METRICS, Database, as_embeddings, as_queries
+from dualenc.search.index.database import Database, as_embeddings, as_queries
 from dualenc.search.index.decoded import decode, restore_quantizer
 from dualenc.search.index.filtered import default_exact_rows, search_among
 from dualenc.search.index.refined import (
@@ -60,10 +60,6 @@ if TYPE_CHECKING:
 
 FORMAT = "dualenc index"
 FORMAT_VERSION = 4
-MODEL_META = ("model", "model_checksum", "side", "modality", "output", "kind")
-EMBEDDINGS_META = (*MODEL_META, "data", "read", "skipped")
-"""Entries of the embeddings' meta.json that the index keeps: the model and its side, the data and
-how it was read."""
 REBUILD = "build the index again"
 DISTANCE_FACTOR = 4
 """Candidates per result for indexes that FAISS searches by L2 distance, to be sorted by inner
@@ -108,7 +104,7 @@ class Index:
     Args:
         faiss_index: its row `i` is `ids[i]`.
         ids: (N,) strings.
-        meta: entries of meta.json: `metric`, `factory`, `recall_at_10`, `model`, …
+        provenance: the model and data of the vectors, and how the index was built and measured.
         snippets: (N,) texts to show with the ids, or None.
         columns: N rows of the columns that searches can be filtered by, or None.
         refine_file: file of the refinement codes, if they are separate.
@@ -120,7 +116,7 @@ class Index:
         self,
         faiss_index: Any,
         ids: Sequence[str],
-        meta: dict[str, Any],
+        provenance: Provenance,
         snippets: Sequence[str] | None = None,
         columns: pa.Table | None = None,
         refine_file: Path | None = None,
@@ -128,7 +124,7 @@ class Index:
     ) -> None:
         self.faiss = faiss_index
         self.ids: Sequence[str] = ids if isinstance(ids, Ids) else list(ids)
-        self.meta = dict(meta)
+        self.provenance = provenance
         self.snippets = snippets
         self.has_snippets = snippets is not None
         self.columns = columns
@@ -196,16 +192,21 @@ class Index:
             filled, built = build_faiss(
                 database, chosen, memory=memory, refine_file=refine_file, progress=progress
             )
-            meta = {key: embeddings.meta[key] for key in EMBEDDINGS_META if key in embeddings.meta}
-            meta |= {"dim": embeddings.dim, "count": len(embeddings), "metric": metric}
-            meta |= {"factory": chosen, "requested_factory": factory, **built}
-            meta["bytes_per_vector"] = bytes_per_vector(filled)
-            meta |= tune_and_measure(filled, database, queries, recall_queries, target_recall)
+            provenance = embeddings.provenance.only(SOURCE_ENTRIES).updated(
+                dim=embeddings.dim,
+                count=len(embeddings),
+                metric=metric,
+                factory=chosen,
+                requested_factory=factory,
+                **built,
+                bytes_per_vector=bytes_per_vector(filled),
+                **tune_and_measure(filled, database, queries, recall_queries, target_recall),
+            )
             columns = None if embeddings.columns is None else plain_columns(embeddings.columns)
             index = cls(
                 filled,
                 embeddings.ids,
-                meta,
+                provenance,
                 embeddings.snippets,
                 columns,
                 refine_file,
@@ -228,7 +229,7 @@ class Index:
         with atomic_folder(folder, is_index, "index") as part:
             check_unmigrated(folder)
             part.mkdir(parents=True)
-            contents = (self.ids, self.snippets, self.columns, self.meta)
+            contents = (self.ids, self.snippets, self.columns, self.provenance)
             write_contents(part, Path(folder), self.faiss, *contents, self.refine_file, self.hashes)
 
     @classmethod
@@ -255,30 +256,36 @@ class Index:
                 fix=f"make an index with `dualenc index MODEL DATA --out {folder}`",
                 where=folder,
             )
-        path = folder / "meta.json"
         other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
-        kinds = {"dim": int, "count": int, "metric": str, "files": dict, "search_parameters": dict}
-        meta = read_head(folder, FORMAT, FORMAT_VERSION, other, kinds)
-        check_recorded(path, meta, REBUILD)
+        required = ["dim", "count", "metric", "files", "search_parameters"]
+        provenance = Provenance.from_folder(
+            folder, FORMAT, FORMAT_VERSION, required, other, REBUILD
+        )
         refine_file = folder / REFINE if (folder / REFINE).exists() else None
         names = ["index.faiss", ITEMS, ORDER]
         if refine_file is not None:
             names.append(REFINE)
-        verify_files(folder, names, meta, REBUILD, verify)
+        verify_files(folder, names, provenance.sizes, provenance.files, REBUILD, verify)
         with explain(f"{folder / 'index.faiss'}: corrupt", REBUILD):
             index = _open_faiss(folder, refine_file)
-        for name, actual in (("dim", index.d), ("count", index.ntotal)):
-            if meta[name] != actual:
-                raise DualencError(
-                    f"{name} is {meta[name]}, but index.faiss has {actual}",
-                    fix=REBUILD,
-                    where=path,
-                )
+        if difference := provenance.difference({"dim": index.d, "count": index.ntotal}):
+            name, recorded_value, actual = difference
+            raise DualencError(
+                f"{name} is {recorded_value}, but index.faiss has {actual}",
+                fix=REBUILD,
+                where=folder / META,
+            )
         # FAISS stores the other tuned parameters in index.faiss itself.
-        if refine_file is not None and "k_factor_rf" in meta["search_parameters"]:
-            set_parameter(index, "k_factor_rf", meta["search_parameters"]["k_factor_rf"])
+        factor = provenance.search_parameters.get("k_factor_rf")
+        if refine_file is not None and factor is not None:
+            set_parameter(index, "k_factor_rf", factor)
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
-        return cls(index, items.ids, meta, items.texts, items.columns, refine_file, items.hashes)
+        stored = (items.texts, items.columns, refine_file, items.hashes)
+        return cls(index, items.ids, provenance, *stored)
+
+    def record(self, **entries: Any) -> None:
+        """Change entries of the provenance, such as the search `settings`."""
+        self.provenance = self.provenance.updated(**entries)
 
     def close(self) -> None:
         """Do nothing: the files are unmapped with the object. Engines close their connection."""
@@ -286,7 +293,7 @@ class Index:
     @property
     def items_checksum(self) -> str:
         """Checksum of the items file, which identifies the items of an opened index."""
-        return str(self.meta["files"].get(ITEMS))
+        return self.provenance.files[ITEMS]
 
     def search(
         self,
@@ -354,10 +361,6 @@ class Index:
             rows *= 4
         yield {"exact_rows": rows}
 
-    def use_settings(self, settings: dict[str, Any]) -> None:
-        """Search with these settings from now on."""
-        self.meta["settings"] = settings
-
     def sample_vectors(self, count: int) -> np.ndarray:
         """Return a random sample of the vectors (count, D); they repeat if there are fewer."""
         rows = np.random.default_rng(0).permutation(len(self))
@@ -393,7 +396,7 @@ class Index:
         Raises:
             DualencError: an argument is invalid or does not apply to this kind of index.
         """
-        prepared = as_queries(queries, self.dim, self.meta["metric"], k)
+        prepared = as_queries(queries, self.dim, self.provenance.metric, k)
         if nprobe is not None:
             set_parameter(self.faiss, "nprobe", nprobe)
         if ef_search is not None:
@@ -414,8 +417,8 @@ class Index:
         if allowed_rows is None:
             return self.faiss.search(queries, k)
         if exact_rows is None:
-            settings = self.meta.get("settings", {})
-            exact_rows = settings.get("exact_rows", default_exact_rows(self.dim))
+            default = default_exact_rows(self.dim)
+            exact_rows = self.provenance.settings.get("exact_rows", default)
         return search_among(self.faiss, queries, k, allowed_rows, exact_rows)
 
     def _by_inner_product(
@@ -436,9 +439,8 @@ class Index:
             DualencError: FAISS cannot decode this kind of index.
         """
         base, refine = split(self.faiss)
-        kind = self.meta.get("factory", "?")
         with explain(
-            f"an index of kind {kind} gives no vectors back",
+            f"an index of kind {self.provenance.factory} gives no vectors back",
             "embed the documents, and name that folder",
         ):
             return decode(base if refine is None else refine, rows)
@@ -460,32 +462,6 @@ def check_target(folder: str | os.PathLike[str]) -> None:
     check_unmigrated(folder)
 
 
-def check_recorded(path: Path, meta: Mapping[str, Any], remedy: str) -> None:
-    """Raise if an entry of a meta.json on the model or the embeddings has an impossible value.
-
-    Args:
-        path: the meta.json, for the error.
-        meta: its entries.
-        remedy: how to fix it, for the error.
-
-    Raises:
-        DualencError: an entry is invalid.
-    """
-    allowed = {"metric": METRICS, "side": ("left", "right"), "output": ("embedding", "features")}
-    for name, values in allowed.items():
-        if name in meta and meta[name] not in values:
-            raise DualencError(
-                f"{name} is {str(meta[name])[:40]!r}, not {' or '.join(values)}",
-                fix=remedy,
-                where=path,
-            )
-    for name in ("model", "model_checksum"):
-        if not isinstance(meta.get(name, ""), str):
-            raise DualencError(
-                f"{name} is {str(meta[name])[:40]}, not a text", fix=remedy, where=path
-            )
-
-
 def write_contents(
     part: Path,
     folder: Path,
@@ -493,7 +469,7 @@ def write_contents(
     ids: Iterable[str],
     snippets: Iterable[str] | None,
     columns: pa.Table | None,
-    meta: dict[str, Any],
+    provenance: Provenance,
     refine_file: Path | None = None,
     hashes: np.ndarray | None = None,
 ) -> str:
@@ -506,7 +482,7 @@ def write_contents(
         ids: (N,) strings.
         snippets: (N,) texts to show, or None.
         columns: N rows of columns, or None.
-        meta: entries of meta.json.
+        provenance: record of the index.
         refine_file: file of the refinement codes, if they are separate.
         hashes: (N,) uint64 hashes of the whole texts, or None.
 
@@ -524,10 +500,10 @@ def write_contents(
         explain(f"{folder}: FAISS did not write it whole", "is the disk full?"),
     ):
         _open_faiss(part)
-    entries = recorded(part, sorted(path.name for path in part.iterdir()))
-    head = {**meta, "format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
-    write_json(part / "meta.json", {**head, **entries})
-    return str(entries["files"][ITEMS])
+    sums = recorded(part, sorted(path.name for path in part.iterdir()))
+    head = {"format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
+    provenance.updated(**head, **sums).write(part)
+    return str(sums["files"][ITEMS])
 
 
 def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:

@@ -17,6 +17,7 @@ from dualenc.data.store.items import ITEMS, read_batches
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import is_folder_of, is_locked, recover, remove, write_json
+from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.types import StrPath
 
@@ -65,7 +66,7 @@ def read_plan(folder: StrPath) -> dict[str, Any] | None:
         raise DualencError(
             "exists and was not written by a migration", fix="move it away", where=work
         )
-    if is_replaced(folder) and read_json_object(Path(folder) / "meta.json")["mapped"]:
+    if is_replaced(folder) and read_record(folder).mapped:
         return {}
     return None if plan is None else {}
 
@@ -113,13 +114,16 @@ def is_replaced(folder: StrPath) -> bool:
         return False
     # A process killed within the swap has left INDEX beside its place.
     recover(folder)
-    kinds = {"files": dict}
-    before = read_json_object(old / "meta.json", kinds)
-    after = read_json_object(Path(folder) / "meta.json", kinds)
+    before, after = (read_record(each) for each in (old, folder))
     # An index that somebody has appended to or rebuilt meanwhile has other items.
-    same_items = before["files"].get(ITEMS) == after["files"].get(ITEMS)
-    is_other_model = before.get("model_checksum") != after.get("model_checksum")
-    return "mapped" in after and same_items and is_other_model
+    same_items = before.files.get(ITEMS) == after.files.get(ITEMS)
+    is_other_model = before.model_checksum != after.model_checksum
+    return after.mapped is not None and same_items and is_other_model
+
+
+def read_record(folder: StrPath) -> Provenance:
+    """Return what the meta.json of an index records, without checking its files."""
+    return Provenance.from_entries(read_json_object(Path(folder) / META, {"files": dict}))
 
 
 def has_begun(folder: StrPath) -> bool:

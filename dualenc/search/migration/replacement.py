@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dualenc.io.files import atomic_folder, remove, write_json
+from dualenc.io.files import atomic_folder, remove
+from dualenc.io.provenance import Provenance
 from dualenc.search.documents import ReadRows
 from dualenc.search.index.open import is_index
 from dualenc.search.index.refined import REFINE, link
@@ -41,25 +41,25 @@ def mixed_vectors(old: Any, to_new: LinearMap, new: Any, new_row: np.ndarray) ->
     return ReadRows(len(old), dim, read)
 
 
-def replace_index(folder: Path, source: Path, meta: dict[str, Any]) -> None:
-    """Replace an index by that of `source` with a given meta.json; keep its texts and BM25."""
+def replace_index(folder: Path, source: Path, provenance: Provenance) -> None:
+    """Replace an index by that of `source` with a given record; keep its texts and BM25."""
     with atomic_folder(folder, is_index, "index") as part:
         link_tree(source, part)
         for name in (TEXTS_FOLDER, BM25_FOLDER):
             if (folder / name).is_dir():
                 remove(part / name)
                 link_tree(folder / name, part / name)
-        write_json(part / "meta.json", meta)
+        provenance.write(part)
 
 
-def build_options(meta: Mapping[str, Any], old: Path) -> dict[str, Any]:
+def build_options(replaced: Provenance, old: Path) -> dict[str, Any]:
     """Return options to build an index like the old one: tuned, measured, with a refine file."""
-    measured = meta.get("when_built", meta)
+    measured = replaced.measured
     options: dict[str, Any] = {}
-    if "recall_at_10" not in measured:
+    if measured.recall_at_10 is None:
         options["recall_queries"] = 0
-    if "target_recall" in measured:
-        options["target_recall"] = measured["target_recall"]
+    if measured.target_recall is not None:
+        options["target_recall"] = measured.target_recall
     if (old / REFINE).exists():
         # Codes that exceed half of the memory become a file, so this limit gives a file again.
         options["memory"] = (old / REFINE).stat().st_size

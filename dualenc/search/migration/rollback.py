@@ -77,7 +77,7 @@ def roll_back(folder: StrPath, discard: bool = False) -> RolledBack:
         replaced = not Path(folder).exists() or is_replaced(folder)
         if replaced:
             old = work / "old"
-            replace_index(Path(os.path.realpath(folder)), old, Index.open(old).meta)
+            replace_index(Path(os.path.realpath(folder)), old, Index.open(old).provenance)
     count = embedded_count(folder)
     model = plan.get("name")
     # A repeated migration to the same model then embeds only the rest.

@@ -56,6 +56,7 @@ from dualenc.search.migration.migration_folder import (
     is_over,
     is_replaced,
     read_plan,
+    read_record,
     remove_work,
     work_folder,
 )
@@ -176,8 +177,8 @@ class Migration:
         if not is_index(old) or is_replaced(self.folder):
             return True
         # Checksums of the files, which an append or a rebuild changes.
-        now, before = (read_json_object(each / "meta.json") for each in (self.folder, old))
-        return now.get("files") == before.get("files")
+        now, before = (read_record(each) for each in (self.folder, old))
+        return now.files == before.files
 
     @property
     def report(self) -> dict[str, Any] | None:
@@ -217,10 +218,10 @@ class Migration:
 
     def is_ahead(self, stop: int) -> bool:
         """Return True if INDEX is still the old index, or has fewer than `stop` new vectors."""
-        meta = Index.open(self.folder).meta
-        if meta.get("model_checksum") != self.notes["model_checksum"]:
+        served = Index.open(self.folder).provenance
+        if served.model_checksum != self.notes["model_checksum"]:
             return True
-        return len(self.old) - meta.get("mapped", 0) < stop
+        return len(self.old) - (served.mapped or 0) < stop
 
     def swap(self, old: Embeddings, new: Sequence[Embeddings], stop: int) -> None:
         """Replace INDEX by one of the same kind in the new space.
@@ -247,26 +248,26 @@ class Migration:
         new_row[order[stop:]] = -1
         new_vectors = ShardedVectors([part.vectors for part in new])
         vectors = mixed_vectors(old.vectors, to_new, new_vectors, new_row)
-        old_meta = self.old.meta
-        new_meta = {**old_meta, **self.notes, "normalized": True}
-        embeddings = Embeddings(
-            self.old.ids, vectors, new_meta, self.old.snippets, self.old.columns
-        )
-        options = build_options(old_meta, self.work / "old")
+        replaced = self.old.provenance
+        about = replaced.updated(**self.notes, normalized=True)
+        items = (self.old.snippets, self.old.columns)
+        embeddings = Embeddings(self.old.ids, vectors, about, *items)
+        options = build_options(replaced, self.work / "old")
         target = self.work / "next"
-        factory = old_meta["factory"]
-        Index.build(embeddings, None, factory, metric=old_meta["metric"], folder=target, **options)
-        meta = {
-            **read_json_object(target / "meta.json"),
-            "mapped": len(order) - stop,
-            "requested_factory": old_meta.get("requested_factory", factory),
-        }
+        factory = replaced.factory or ""
+        Index.build(embeddings, None, factory, metric=replaced.metric, folder=target, **options)
         # Texts and BM25 identify their index by the checksum of the items file: link the old one.
-        for name in (ITEMS, ORDER):
+        kept = (ITEMS, ORDER)
+        for name in kept:
             remove(target / name)
             link(self.work / "old" / name, target / name)
-            for entry in ("files", "sizes"):
-                meta[entry][name] = old_meta[entry][name]
+        built = read_record(target)
+        provenance = built.updated(
+            mapped=len(order) - stop,
+            requested_factory=replaced.requested_factory or factory,
+            files={**built.files, **{name: replaced.files[name] for name in kept}},
+            sizes={**built.sizes, **{name: replaced.sizes[name] for name in kept}},
+        )
         # Only now, since building takes long: the index stays open to other commands meanwhile.
         with locked(self.folder):
             if not self._is_as_planned():
@@ -277,10 +278,8 @@ class Migration:
                     where=self.folder,
                 )
             # Filter settings may have been tuned during the migration.
-            settings = read_json_object(self.folder / "meta.json").get("settings")
-            if settings is not None:
-                meta["settings"] = settings
-            replace_index(self.folder, target, meta)
+            tuned = read_record(self.folder).only(["settings"]).entries()
+            replace_index(self.folder, target, provenance.updated(**tuned))
         remove(target)
 
 
