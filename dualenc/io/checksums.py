@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,11 @@ from dualenc.types import StrPath
 
 READ_AT_OPENING = 2**26
 """Maximum number of bytes that opening a folder reads to compare checksums (40 ms)."""
+CLOCK_TICK = 2 * 10**9
+"""Nanoseconds within which two writes may have the same time: the steps of FAT's clock."""
+MAX_DIGESTS = 1024
+_DIGESTS: dict[tuple[int, ...], str] = {}
+"""SHA-256 of files that this process has read, by `_version`."""
 
 
 def checksum(path: StrPath) -> str:
@@ -26,14 +32,46 @@ def checksum(path: StrPath) -> str:
     return digest.hexdigest()
 
 
-def checksums(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of files of a folder by name; computed in parallel."""
+def checksums(folder: Path, names: Iterable[str], *, may_remember: bool = False) -> dict[str, str]:
+    """Return the SHA-256 of files of a folder by name; computed in parallel.
+
+    Args:
+        folder: folder that contains the files.
+        names: names of the files.
+        may_remember: take the checksums of files that this process has read and that have not been
+            written since; by default all files are read.
+    """
     names = list(names)
     paths = [folder / name for name in names]
+    read = _remembered if may_remember else _read
     # Threads suffice: hashlib releases the GIL.
     with ThreadPoolExecutor(max_workers=8) as threads:
-        digests = threads.map(checksum, paths)
-        return dict(zip(names, digests, strict=True))
+        return dict(zip(names, threads.map(read, paths), strict=True))
+
+
+def _remembered(path: Path) -> str:
+    """Return the SHA-256 of a file, read only if it may have changed since."""
+    return _DIGESTS.get(_version(path)) or _read(path)
+
+
+def _read(path: Path) -> str:
+    """Read a file and remember its SHA-256."""
+    version = _version(path)
+    # A write within the same tick of the file system's clock would leave the version unchanged.
+    is_settled = time.time_ns() - version[-1] > CLOCK_TICK
+    digest = checksum(path)
+    if is_settled and version == _version(path):
+        # A long-lived process must not remember every file it has ever opened.
+        if len(_DIGESTS) >= MAX_DIGESTS:
+            _DIGESTS.clear()
+        _DIGESTS[version] = digest
+    return digest
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Return numbers that change with every write to a file: device, inode, size, times."""
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def recorded(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -85,7 +123,9 @@ def verify_files(
         if size != sizes[name]:
             problem = f"truncated or corrupt ({size} bytes instead of {sizes[name]})"
             raise DualencError(problem, fix=remedy, where=path)
-    for name, digest in checksums(folder, names if whole else _smallest(sizes)).items():
+    # Opening a folder again in the same command need not read it again; `--verify` must.
+    names = names if whole else _smallest(sizes)
+    for name, digest in checksums(folder, names, may_remember=not whole).items():
         if digest != files[name]:
             problem = "corrupt, its checksum is not that of meta.json"
             raise DualencError(problem, fix=remedy, where=folder / name)

@@ -136,6 +136,8 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
 def fingerprint(source: str | Path) -> str:
     """Return a checksum of a source: the SHA-256 of its files, or the fingerprint of a collection.
 
+    All files are read, so that two calls show whether something has changed them in between.
+
     Args:
         source: as for `open_documents`.
 
@@ -147,16 +149,16 @@ def fingerprint(source: str | Path) -> str:
     if is_pushed(source):
         # Opening compares the fingerprint in meta.json with the one in the collection.
         open_engine(source).close()
-    return _checksum_of_files(source)
+    return _checksum_of_files(source, may_remember=False)
 
 
 def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
     """Return the identity of copied vectors; for a collection with the ids, which may change."""
-    checksum = _checksum_of_files(source)
+    checksum = _checksum_of_files(source, may_remember=True)
     return digest_of(checksum, documents.ids) if is_pushed(source) else checksum
 
 
-def _checksum_of_files(source: Path) -> str:
+def _checksum_of_files(source: Path, may_remember: bool) -> str:
     if is_pushed(source):
         # The other entries of meta.json may change, such as search settings.
         return read_pushed(source).fingerprint
@@ -168,7 +170,7 @@ def _checksum_of_files(source: Path) -> str:
             "no such folder, or an empty one", fix="name an index or embeddings", where=source
         )
     digest = hashlib.sha256()
-    for name, checksum in checksums(source, names).items():
+    for name, checksum in checksums(source, names, may_remember=may_remember).items():
         digest.update(f"{len(name)} {name} {checksum}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
