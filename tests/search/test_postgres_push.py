@@ -18,6 +18,7 @@ import pytest
 from dualenc.errors import DualencError
 from dualenc.search import Embeddings
 from dualenc.search.documents import open_documents
+from dualenc.search.engines.engine import read_pushed
 from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.engines.postgres_url import libpq_url, without_secrets
@@ -479,7 +480,7 @@ def test_tables_and_folders_of_an_earlier_version(tmp_path: Path, postgres: str)
     assert open_engine(tmp_path).search(vectors(1), 1)[0][0].id == IDS[0]
     again, sent = push_embeddings(embeddings(), postgres, '"old.docs"')
     assert sent == 0
-    assert again.is_remembered(json.loads((tmp_path / "meta.json").read_text()))
+    assert again.is_remembered(read_pushed(tmp_path))
     state |= {"rows": 12, "index": None}
     execute(postgres, f"COMMENT ON TABLE \"old.docs\" IS 'dualenc {json.dumps(state)}'")
     execute(postgres, "DELETE FROM \"old.docs\" WHERE id > 'id 5'")
