@@ -152,15 +152,16 @@ class Provenance:
 
     def __post_init__(self) -> None:
         if not self.order:
-            defaults = {each.name: each.default for each in fields(self)}
-            given = (name for name in NAMES if getattr(self, name) not in (defaults[name], {}))
+            default = {each.name: each.default for each in fields(self)}
+            given = (name for name in NAMES if getattr(self, name) not in (default[name], {}))
+            # The class is frozen.
             object.__setattr__(self, "order", (*given, *self.other))
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Provenance:
         """Return the record of a JSON object, without checking it."""
-        known = {name: value for name, value in entries.items() if name in NAMES}
-        other = {name: value for name, value in entries.items() if name not in NAMES}
+        other = dict(entries)
+        known = {name: other.pop(name) for name in entries if name in NAMES}
         return cls(**known, other=other, order=tuple(entries))
 
     @classmethod
@@ -218,10 +219,8 @@ class Provenance:
 
     def entries(self) -> dict[str, Any]:
         """Return the recorded entries, as they are written to meta.json."""
-        return {
-            name: self.other[name] if name in self.other else getattr(self, name)
-            for name in self.order
-        }
+        recorded = {**vars(self), **self.other}
+        return {name: recorded[name] for name in self.order}
 
     def updated(self, **entries: Any) -> Provenance:
         """Return the record with changed entries, which keep their places; new ones come last."""
@@ -273,7 +272,7 @@ def _problem(label: str, value: object, hint: Any) -> str:
         return "" if value is None else _problem(label, value, options[0])
     if get_origin(hint) is Literal:
         expected = " or ".join(options)
-        return "" if value in options else f"{label} is {str(value)[:40]!r}, not {expected}"
+        return "" if value in options else f"{label!r} is {str(value)[:40]!r}, not {expected}"
     kind = {Mapping: dict, Sequence: list}.get(get_origin(hint), hint)
     # Not isinstance: a bool is an instance of int. JSON has one type of numbers.
     if kind is not Any and type(value) not in ((int, float) if kind is float else (kind,)):

@@ -98,4 +98,4 @@ def test_mistakes_end_in_one_line(
     for name, value in {"model": 5, "side": "up"}.items():
         (engine / "meta.json").write_text(json.dumps(meta | {name: value}))
         message = failure(capsys, "search", engine, "wing")
-        assert f"meta.json: {name} is " in message
+        assert f"meta.json: '{name}' is " in message

@@ -321,7 +321,7 @@ def test_parts_that_do_not_fit_are_refused(text: TextEncoder, text_encoder: Any)
         (
             "dualenc.json",
             {"documents": facts(metric="l2").entries()},
-            "metric is 'l2', not cosine or ip",
+            "'metric' is 'l2', not cosine or ip",
         ),
         ("dualenc.json", {"queries": "vector"}, "queries.dualenc.json: no such file"),
     ],
