@@ -109,6 +109,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         )
     source = Path(source)
     with ExitStack() as stack:
+        # An engine stays open until its vectors are copied, hence the stack.
         documents, is_ready = _open(source, stack)
         documents.record(dim=documents.dim)
         if documents.provenance.metric == "ip" and not is_ready:
@@ -162,6 +163,7 @@ def _checksum_of_files(source: Path, may_remember: bool) -> str:
     if is_pushed(source):
         # The other entries of meta.json may change, such as search settings.
         return read_pushed(source).fingerprint
+    # New queries or judgements beside a corpus do not change its vectors.
     pattern = "corpus*" if detect(source) == "beir" else "*"
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
     names = sorted({str(path.relative_to(source)) for path in paths if path.is_file()})
@@ -171,6 +173,7 @@ def _checksum_of_files(source: Path, may_remember: bool) -> str:
         )
     digest = hashlib.sha256()
     for name, checksum in checksums(source, names, may_remember=may_remember).items():
+        # The length marks where a name ends: no two lists of files give the same text.
         digest.update(f"{len(name)} {name} {checksum}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()
 
@@ -257,6 +260,7 @@ def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
 
 def _engine_documents(engine: Engine) -> Embeddings:
     """Return the items of an engine in the order of their ids."""
+    # Sorted, because engines return rows in no particular order, and rows must stay the same.
     texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
     if len(ids) < len(engine):
@@ -302,6 +306,7 @@ def _table_documents(source: Path) -> Embeddings:
 
 def _check_lengths(documents: Embeddings, source: Path) -> None:
     """Raise unless a sample of the vectors has equal lengths, so that ip ranks like the cosine."""
+    # Contiguous blocks from all over the file, since single rows would read a page each.
     starts = np.linspace(0, max(len(documents) - SAMPLED_ROWS, 0), 16).astype(int).tolist()
     blocks = [documents.vectors[start : start + SAMPLED_ROWS] for start in starts]
     lengths = np.linalg.norm(np.concatenate(blocks), axis=1)

@@ -131,6 +131,7 @@ def choose_negatives(
     in_window = ~is_excluded & (ranks >= rule.first_rank) & (ranks <= rule.last_rank)
     ids = ids[in_window]
     scores = scores[in_window]
+    # Too similar to be wrong: most of these are relevant and unjudged.
     is_too_high = scores > rule.ceiling(positives)
     is_repeated = _repeats(groups[ids])
     places = np.flatnonzero(~is_too_high & ~is_repeated)
@@ -153,5 +154,6 @@ def choose_negatives(
 def _repeats(groups: np.ndarray) -> np.ndarray:
     """Return which entries (n,) bool occur earlier in the array."""
     is_repeat = np.ones(len(groups), bool)
+    # `np.unique` returns the first place of each group.
     is_repeat[np.unique(groups, return_index=True)[1]] = False
     return is_repeat

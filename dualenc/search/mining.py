@@ -144,11 +144,13 @@ def mine_negatives(
     fingerprint = {"settings": digest_of(settings)}
     is_main = distributed.is_main()
     path = folder / SETTINGS
+    # Blocks of an interrupted call can only be reused for the same data, vectors and rule.
     if is_main and path.exists() and read_json(path) != fingerprint:
         remove(folder)
     with removed_if_refused(folder, "rows-*.jsonl") if is_main else nullcontext():
         if is_main:
             write_json(path, fingerprint)
+        # Nobody may write a block before the main process has removed an old folder.
         distributed.barrier()
         search = NegativeSearch(
             queries, documents, pairs, left, right, rule, Exclusions(pairs, left, right), device
@@ -222,6 +224,7 @@ def check_mined(path: str | os.PathLike[str]) -> None:
         raise DualencError("exists and was not left by mining", fix="move it away", where=work)
     if not os.path.exists(path):
         return
+    # A hostile file may be one endless line.
     with open_regular(path) as stream:
         line = stream.readline(1 << 24)
     try:
@@ -337,6 +340,7 @@ class Exclusions:
 
 
 def _content_hashes(corpus: Corpus) -> np.ndarray:
+    # 64 bits suffice: a collision would only drop one negative.
     hashes = np.empty(len(corpus), np.uint64)
     for start in range(0, len(corpus), HASHED_AT_ONCE):
         rows = np.arange(start, min(start + HASHED_AT_ONCE, len(corpus)))
@@ -423,6 +427,7 @@ class NegativeSearch:
         excluded = [self.exclusions.of_query(query) for query in queries]
         depth = min(search_depth(excluded, self.rule), len(self.documents))
         vectors = np.asarray(self.queries.vectors[self._left_row[queries]], np.float32)
+        # Processes have different blocks here, so the search must not share its queries again.
         with distributed.single_process():
             columns = exact_search(vectors, self.documents.vectors, depth, device=self.device)[1]
         for query, vector, nearest, own_excluded in zip(queries, vectors, columns, excluded):
@@ -458,6 +463,7 @@ class _Miner:
         total = sum(len(blocks[number]) for number in own)
         with tqdm(total=total, desc="mine", unit=" queries", disable=not progress) as bar:
             for number in own:
+                # The name appears when the block is whole, so an existing file is finished.
                 path = _block_path(self.folder, number)
                 if not path.exists():
                     report = Report()

@@ -177,6 +177,7 @@ class Searcher:
                 "the index was built without --columns to filter by", fix="leave conditions out"
             )
         conditions = tuple(parse_conditions(where, self.index.column_kinds))
+        # Fusion needs candidates beyond the k-th: a document may be good in both rankings only.
         depth = min(k if hybrid is None else max(k, FUSION_DEPTH), len(self))
         # Refuse a bad filter before the model runs.
         if filter:
@@ -218,6 +219,7 @@ class Searcher:
         forward = tower.features if is_features else tower
         tensors = tower.state_dict().values()
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        # An image may be a palette or have an alpha channel, as those of an upload often do.
         inputs = tower.prepare([rgb_item(item, "the query")])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
         # A Matryoshka index has only the first components, renormalized.
@@ -243,6 +245,7 @@ def _modality(item: Any) -> Modality:
 
 
 def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: float) -> list[Hit]:
+    # Both searches return the same snippet and columns for an id, so either hit will do.
     hit_of = {hit.id: hit for hit in (*lexical_hits, *hits)}
     rankings = [[(hit.id, hit.score) for hit in ranking] for ranking in (hits, lexical_hits)]
     fused = fuse(rankings, method, weights=[weight, 1 - weight])
@@ -279,6 +282,7 @@ def check_encoder(
                 fix="build the index again",
                 where=source,
             )
+    # Nothing proves which model made the vectors, but a shorter one may be truncated.
     elif encoder.dim > dim:
         problem = "does not record which model made its vectors"
         message = "%s: %s; comparing the first %d of the model's %d components"
@@ -322,6 +326,7 @@ def recorded_model(provenance: Provenance, folder: Path) -> str:
         raise DualencError(
             "does not record which model made it", fix="name one with --model", where=folder
         )
+    # A relative name may be a model on the hub, which need not exist here.
     path = Path(recorded)
     sibling = folder.resolve().parent / path.name
     if path.is_absolute() and not path.exists() and not sibling.is_dir():

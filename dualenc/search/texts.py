@@ -62,6 +62,7 @@ class TextStore:
         own = Provenance.from_folder(
             self.folder, FORMAT, FORMAT_VERSION, ["count", "of"], other, AGAIN
         )
+        # Rows are matched by number, so texts of other items would answer for these.
         if own.of != checksum:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=self.folder)
         verify_files(self.folder, [ITEMS, ORDER], own.sizes, own.files, AGAIN, whole=verify)
@@ -96,6 +97,7 @@ def add_texts(folder: StrPath, corpus: Corpus, *, bm25: bool = False, whole: boo
             fix="leave --bm25 and --texts out",
             where=folder,
         )
+    # An append between reading the ids and writing the texts would leave some without a text.
     with locked(folder):
         index = Index.open(folder)
         rows = rows_in(corpus, index, folder)
@@ -119,5 +121,6 @@ def write_texts(folder: StrPath, ids: Sequence[str], texts: Iterable[str], check
     with atomic_folder(Path(folder) / FOLDER, is_own, "texts") as part:
         part.mkdir()
         write_items(part, ids, texts)
+        # Written last, because it has the checksums of the other files.
         head = {"format": FORMAT, "version": FORMAT_VERSION, "count": len(ids), "of": checksum}
         Provenance.from_entries({**head, **recorded(part, [ITEMS, ORDER])}).write(part)

@@ -120,6 +120,7 @@ def _without_quotes(text: str) -> str:
     quote = text[:1]
     if re.fullmatch(_QUOTED, text):
         return text[1:-1].replace(2 * quote, quote)
+    # An apostrophe may begin a word, so only a double quote must be closed.
     if quote == '"':
         raise DualencError(f"condition: {text[:200]!r} does not end with the quote it begins with")
     return text
@@ -127,6 +128,7 @@ def _without_quotes(text: str) -> str:
 
 def _value(name: str, kind: Kind, word: str) -> Value:
     try:
+        # Columns are int64; a larger number could not be compared with them.
         if kind == "integer" and abs(int(word)) < 1 << 63:
             return int(word)
         if kind == "number" and np.isfinite(float(word)):

@@ -178,6 +178,7 @@ def building_folder(target: Path) -> Iterator[Path]:
         raise DualencError(
             "exists and was not left by the build of an index", fix="move it away", where=work
         )
+    # A killed build left only codes, which nobody else refers to.
     remove(work)
     work.mkdir()
     try:
@@ -227,6 +228,7 @@ def _train_projections(index: Any, sample: np.ndarray) -> None:
             transform.train(sample)
         if isinstance(transform, faiss.PCAMatrix) and transform.eigen_power == 0:
             transform.have_bias = False
+        # The next transform, and the codes, are trained on what this one puts out.
         sample = transform.apply(sample)
 
 
@@ -288,6 +290,7 @@ def build_faiss(
 
 def _reserve(index: Any, num_vectors: int) -> None:
     """Reserve flat storage up front: growing it copies it, which needs twice the memory."""
+    # A graph keeps its vectors in a flat index of its own.
     is_graph = isinstance(index, faiss.IndexHNSW)
     storage = faiss.downcast_index(index.storage if is_graph else index)
     if isinstance(storage, faiss.IndexFlatCodes):

@@ -57,6 +57,7 @@ def append(
         DualencError: the vectors do not fit the index, an id is already in it, or its model is
             being migrated.
     """
+    # Ask first: opening the index removes what a killed process left.
     was_killed = was_replaced_by_killed(folder)
     with locked(folder):
         check_unmigrated(folder)
@@ -73,6 +74,7 @@ def append(
                 )
             rows = rows_in(corpus, embeddings, folder)
             texts = itertools.chain(texts, (corpus[row] for row in rows))
+        # Rows without a snippet get an empty one: a column holds a value for each row or none.
         snippets: Iterator[str] | None = None
         if index.snippets is not None or embeddings.snippets is not None:
             own = index.snippets or itertools.repeat("", len(index))
@@ -165,6 +167,7 @@ def _read(index: Index, folder: str | os.PathLike[str]) -> Any:
         raise DualencError(
             "its model is being changed", fix="finish `dualenc migrate` first", where=folder
         )
+    # Its codes are mapped from the file, and FAISS can only append to codes in memory.
     if index.refine_file is not None:
         raise DualencError(
             "refine.faiss cannot be changed", fix="build the index again", where=folder
@@ -192,6 +195,7 @@ def _replace(
         for name in (RESULT, VECTORS):
             if Path(folder, name).is_file():
                 shutil.copyfile(Path(folder, name), part / name)
+        # Inside the folder before it is swapped in, so that readers never see old texts.
         if texts is not None:
             write_texts(part, ids, texts, checksum)
             if has_bm25:
@@ -305,6 +309,7 @@ def _changed(provenance: Provenance, **entries: int) -> Provenance:
 
 def _remove_rows(index: Any, removed: np.ndarray, folder: str | os.PathLike[str]) -> None:
     """Remove rows from an index, and renumber the rows in its inverted lists without gaps."""
+    # A refined index cannot remove rows itself, only its two parts can.
     for part in split(index):
         if part is None:
             continue

@@ -64,9 +64,11 @@ class Database:
     def sample(self, count: int, seed: int) -> np.ndarray:
         """Return a random sample of `count` rows without replacement, ascending."""
         size = min(count, len(self))
+        # Ascending rows read a memory-mapped file in one direction.
         return np.sort(np.random.default_rng(seed).choice(len(self), size, replace=False))
 
     def _ready(self, block: np.ndarray, rows: range | np.ndarray) -> np.ndarray:
+        # FAISS takes contiguous float32 only; stored vectors may be float16.
         block = np.ascontiguousarray(block, dtype=np.float32)
 
         def name(position: int) -> str:
@@ -113,6 +115,7 @@ def ready(
         return vectors
     if metric == "ip" or (deviation < UNIT_TOLERANCE).all():
         return vectors
+    # A zero vector has no direction and stays zero.
     lengths = np.sqrt(np.where(squares == 0, 1, squares))
     return vectors / lengths[:, None]
 

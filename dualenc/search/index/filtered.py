@@ -55,6 +55,7 @@ def search_among(
         return np.full(shape, -np.inf, np.float32), np.full(shape, -1)
     if count <= exact_rows or not _takes_filter(index):
         return scan(index, queries, k, allowed)
+    # A filter during the search fills k results; one afterwards could leave fewer.
     parameters = _parameters(index, _selector(allowed), count / len(allowed), k)
     return _search(index, queries, k, parameters)
 

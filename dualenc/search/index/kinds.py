@@ -105,6 +105,7 @@ def choose_factory(
             fitting.append(kind)
     if fitting:  # none reaches the target
         return max(fitting, key=lambda kind: kind.recall).factory(lists, dim)
+    # Nothing fits, so take the smallest; the caller reports what it needs.
     return min(KINDS, key=lambda kind: kind.resident(dim)).factory(lists, dim)
 
 
@@ -134,6 +135,7 @@ def number_of_lists(num_vectors: int, dim: int, memory: int | None = None) -> in
         memory: bytes, which limit the training sample; None for no limit.
     """
     trained_on = num_vectors if memory is None else min(num_vectors, training_rows_in(memory, dim))
+    # Rounded down: rounding up would leave lists with too few vectors to train on.
     by_training = math.floor(math.log2(max(1, trained_on / MIN_POINTS_PER_LIST)))
     by_count = round(math.log2(4 * math.sqrt(num_vectors)))
     return min(MAX_LISTS, 2 ** min(by_count, by_training))

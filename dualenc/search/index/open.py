@@ -227,6 +227,7 @@ class Index:
         """
         check_outside(folder)
         with atomic_folder(folder, is_index, "index") as part:
+            # Checked under the lock: a migration may begin while an index is being built.
             check_unmigrated(folder)
             part.mkdir(parents=True)
             contents = (self.ids, self.snippets, self.columns, self.provenance)
@@ -261,11 +262,13 @@ class Index:
         provenance = Provenance.from_folder(
             folder, FORMAT, FORMAT_VERSION, required, other, REBUILD
         )
+        # `verify_files` compares these names with those that meta.json lists.
         refine_file = folder / REFINE if (folder / REFINE).exists() else None
         names = ["index.faiss", ITEMS, ORDER]
         if refine_file is not None:
             names.append(REFINE)
         verify_files(folder, names, provenance.sizes, provenance.files, REBUILD, verify)
+        # FAISS's errors name lines of C++, and no way to repair the index.
         with explain(f"{folder / 'index.faiss'}: corrupt", REBUILD):
             index = _open_faiss(folder, refine_file)
         if difference := provenance.difference({"dim": index.d, "count": index.ntotal}):
@@ -327,6 +330,7 @@ class Index:
         if conditions:
             are_met = self.rows_meeting(conditions)
             allowed_rows = are_met if allowed_rows is None else are_met & allowed_rows
+        # FAISS compares all rows only when it is given a set of rows to compare.
         if exact:
             if allowed_rows is None:
                 allowed_rows = np.ones(len(self), bool)
@@ -363,6 +367,7 @@ class Index:
 
     def sample_vectors(self, count: int) -> np.ndarray:
         """Return a random sample of the vectors (count, D); they repeat if there are fewer."""
+        # A fixed seed, so that a repeated measurement uses the same queries.
         rows = np.random.default_rng(0).permutation(len(self))
         return self.reconstruct(np.resize(rows, count))
 
@@ -438,6 +443,7 @@ class Index:
         Raises:
             DualencError: FAISS cannot decode this kind of index.
         """
+        # The finer codes give back vectors closest to the original ones.
         base, refine = split(self.faiss)
         with explain(
             f"an index of kind {self.provenance.factory} gives no vectors back",
@@ -490,6 +496,7 @@ def write_contents(
         DualencError: the disk is full.
     """
     if refine_file is not None:
+        # The codes are never loaded into memory: link their file, and write the base index alone.
         link(refine_file, part / REFINE)
         index = split(index)[0]
     faiss.write_index(index, str(part / "index.faiss"))
@@ -500,6 +507,7 @@ def write_contents(
         explain(f"{folder}: FAISS did not write it whole", "is the disk full?"),
     ):
         _open_faiss(part)
+    # meta.json comes last, so that it has the checksums of all other files.
     sums = recorded(part, sorted(path.name for path in part.iterdir()))
     head = {"format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
     provenance.updated(**head, **sums).write(part)
@@ -535,6 +543,7 @@ def rows_in(corpus: Corpus, index: Index | Embeddings, folder: str | os.PathLike
     Raises:
         DualencError: the corpus lacks an item, or has another text for it.
     """
+    # The data may have grown or been sorted since, so match by id.
     rows = rows_of(corpus.ids, index.ids).tolist()
     if -1 in rows:
         name = index.ids[rows.index(-1)]

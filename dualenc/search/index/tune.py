@@ -202,6 +202,7 @@ def tune_and_measure(
     else:
         queries = as_queries(queries, database.embeddings.dim, database.metric)[:max_queries]
         rows = np.full(len(queries), -1)
+    # One exact pass over the database serves all settings that are tried.
     probe = exact_probe(database, queries, rows)
     if probe is None:
         return {"search_parameters": {}}
