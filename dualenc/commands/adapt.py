@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 from cyclopts.types import NormFloat, PositiveFloat, PositiveInt, UInt32
 
 from dualenc.commands.options import BatchSize
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 if TYPE_CHECKING:
     from dualenc.workflows.adaptation_report import AdaptResult
@@ -95,6 +95,7 @@ def adapt(
         resume: continue an interrupted training from its latest checkpoint.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
+    # Imported here: with torch at the top, `--help` would take seconds.
     from dualenc import distributed
     from dualenc.workflows import adapt_queries
 
@@ -107,11 +108,12 @@ def adapt(
         **vars(columns),
         **vars(options),
     )
+    # Every process has the result; only one prints it.
     if distributed.is_main():
         _print_result(result)
         if result.unmeasured is not None:
             _print_unmeasured(result.unmeasured, options.keep)
-        print(printable(f"next:  {_next_command(index, result)}"))
+        print_line(f"next:  {_next_command(index, result)}")
 
 
 def _print_result(result: AdaptResult) -> None:
@@ -122,15 +124,17 @@ def _print_result(result: AdaptResult) -> None:
     if result.quality:
         print_table(result.table())
     for line in result.notices():
-        print(printable(line))
+        print_line(line)
+    # The page without curves is not a failure: matplotlib is an extra.
     if not can_draw():
         print(f"report.html lacks curves: {MISSING}")
-    print(printable(f"checksum of the index: {result.facts['checksum of the index']}"))
-    print(printable(f"model, metrics and report.html are in {result.folder}"))
+    print_line(f"checksum of the index: {result.facts['checksum of the index']}")
+    print_line(f"model, metrics and report.html are in {result.folder}")
 
 
 def _print_unmeasured(reason: str, keep: float | None) -> None:
     """Print that the effect of adapting is unknown, and how to measure it."""
+    # With --keep the user has chosen; otherwise the result is the original, which does no harm.
     if keep is None:
         problem = f"unknown whether adapting helps, so the model is the original: {reason}"
         print(f"{problem}; raise --held-out, or set --keep 0.5 with --resume")
@@ -144,6 +148,7 @@ def _next_command(index: str, result: AdaptResult) -> str:
     from dualenc.search.index.open import is_index
 
     model = f"{result.folder}/model"
+    # Only an index or an engine can be searched; embeddings are only good for measuring.
     if is_index(index) or is_pushed(index):
         query = '"…"' if result.query_modality == "text" else "QUERY.npy"
         return f"{shlex.join(['dualenc', 'search', index, '--model', model])} {query}"

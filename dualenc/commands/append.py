@@ -7,7 +7,7 @@ from typing import Literal
 from cyclopts.types import PositiveInt
 
 from dualenc.commands.options import BatchSize, SourceOptions, refuse_together
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 def append(
@@ -40,6 +40,7 @@ def append(
         batch_size: items per forward pass.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
+    # Before the imports below: this mistake is reported at once.
     if data is None:
         refuse_together("EMBEDDINGS without DATA", {"--side": side})
     from dualenc import distributed
@@ -59,8 +60,9 @@ def append(
     )
     if not distributed.is_main():
         return
+    # Repeating the command after a kill is right, and must not look like a second append.
     if done.was_done:
-        print(printable(f"these vectors were appended before a process was killed → {index}"))
+        print_line(f"these vectors were appended before a process was killed → {index}")
     else:
         change = f"{done.num_changed:,} vectors appended, now {done.num_vectors:,}"
-        print(printable(f"{change} → {index}"))
+        print_line(f"{change} → {index}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from dualenc.commands.options import EmbedOptions, SourceOptions
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 def embed(
@@ -41,5 +41,6 @@ def embed(
     embeddings = embed_corpus.embed(
         model, data, out=out, side=side, device=device, **vars(source), **vars(options)
     )
+    # The processes share the folder, and each has opened all of it.
     if distributed.is_main():
-        print(printable(describe_embeddings(embeddings, out)))
+        print_line(describe_embeddings(embeddings, out))

@@ -74,6 +74,7 @@ def retrieval(
     result = evaluate_retrieval(
         model, [data, *more], **vars(options), **vars(columns), **vars(ranking), **vars(output)
     )
+    # The table of all cutoffs is too wide for a terminal; the page has it.
     print_evaluation(result, num_tables=1, files="metrics, run files and report.html")
 
 
@@ -138,6 +139,7 @@ def zero_shot(model: str, data: str, *, options: ZeroShotOptions, output: Output
     """
     from dualenc.workflows.evaluate_zero_shot import evaluate_zero_shot
 
+    # One table: a thousand classes would push the accuracy off the screen.
     result = evaluate_zero_shot(model, data, **vars(options), **vars(output))
     print_evaluation(result, num_tables=1)
 

@@ -13,8 +13,8 @@ from dualenc.commands.options import (
     given_options,
     refuse_together,
 )
+from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
-from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.workflows.build_index import IndexResult
@@ -62,6 +62,7 @@ def index(
         batch_size: items per forward pass.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
+    # Both before the import of the workflow, so that these mistakes are reported at once.
     _refuse_old_flags(append, remove, verify)
     _check_together(data, out, build, side, items, reads_texts=bm25 or texts)
     from dualenc.workflows import build_index
@@ -112,12 +113,13 @@ def _check_together(
 
 def print_index(result: IndexResult, folder: str) -> None:
     """Print kind, recall and speed of an index, and the texts that were added."""
+    # Texts that are added to an index come without a build.
     if result.num_vectors:
         _print_measurements(result, folder)
     if result.num_bm25:
-        print(printable(f"BM25 over {result.num_bm25:,} texts → {folder}"))
+        print_line(f"BM25 over {result.num_bm25:,} texts → {folder}")
     if result.num_texts:
-        print(printable(f"{result.num_texts:,} texts kept → {folder}"))
+        print_line(f"{result.num_texts:,} texts kept → {folder}")
 
 
 def _print_measurements(result: IndexResult, folder: str) -> None:
@@ -126,7 +128,7 @@ def _print_measurements(result: IndexResult, folder: str) -> None:
     settings = "".join(f", {name}={value}" for name, value in built.search_parameters.items())
     kind = f"{built.factory}{settings}, {built.metric}"
     size = f"{result.num_vectors:,} vectors of dimension {result.dim}"
-    print(printable(f"{size} ({kind}) → {folder}"))
+    print_line(f"{size} ({kind}) → {folder}")
     if built.recall_at_10 is None:
         return
     recall = built.recall_at_10

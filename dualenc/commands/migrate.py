@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dualenc.commands.options import BatchSize, refuse_together
+from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
-from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
     from dualenc.search.migration.rollback import RolledBack
@@ -56,6 +56,7 @@ def migrate(
     if rollback:
         others = {"--report-only": report_only, "--anyway": anyway}
         refuse_together("--rollback", {**others, "--data": data, "--queries": queries})
+    # The report never replaces anything, so there is nothing to go on with anyway.
     if report_only:
         refuse_together("--report-only", {"--anyway": anyway})
     if discard and not rollback:
@@ -71,7 +72,7 @@ def migrate(
 
     if rollback or new_model is None:
         done = migrate_model.roll_back(index, discard)
-        print(printable(f"{_describe_rollback(index, done)} → {index}"))
+        print_line(f"{_describe_rollback(index, done)} → {index}")
         return
     report = migrate_model.migrate(
         index,
@@ -82,17 +83,10 @@ def migrate(
         anyway=anyway,
         batch_size=batch_size,
         device=device,
+        # Shown before the documents are embedded, which may take hours.
         on_report=_print_report,
     )
-    if report.state == "unchanged":
-        print(printable(f"all {report.num_vectors:,} vectors are of this model → {index}"))
-    elif report.state == "measured":
-        verdict = f"{report.model}: {report.verdict()}; nothing is replaced"
-        print(printable(f"{verdict}; next: dualenc migrate {index} {new_model}"))
-    else:
-        verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
-        rest = "the old index is removed, and no rollback is left"
-        print(printable(f'{verdict}; {rest}; next: dualenc search {index} "…"'))
+    _print_outcome(index, new_model, report)
 
 
 def _print_report(report: MigrationReport) -> None:
@@ -102,6 +96,7 @@ def _print_report(report: MigrationReport) -> None:
     facts = [{"what": name, "value": value} for name, value in report.facts.items()]
     print_table(Table("Change of model", facts))
     print_table(report.table())
+    # The first share of new vectors at which the index answers with the new model.
     share = min(report.served)
     if share > 0:
         problem = "mapped vectors find significantly less than the old model"
@@ -113,7 +108,20 @@ def _print_report(report: MigrationReport) -> None:
         print(f"{problem}: the old index stays until {share:.0%} of it is re-embedded")
     if report.is_worse():
         print("the new model finds significantly less than the old one")
-    print(printable(f"report: {report.page}"))
+    print_line(f"report: {report.page}")
+
+
+def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:
+    """Print what has become of the index, and the next command."""
+    if report.state == "unchanged":
+        print_line(f"all {report.num_vectors:,} vectors are of this model → {index}")
+    elif report.state == "measured":
+        verdict = f"{report.model}: {report.verdict()}; nothing is replaced"
+        print_line(f"{verdict}; next: dualenc migrate {index} {new_model}")
+    else:
+        verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
+        rest = "the old index is removed, and no rollback is left"
+        print_line(f'{verdict}; {rest}; next: dualenc search {index} "…"')
 
 
 def _describe_rollback(index: str, done: RolledBack) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dualenc.commands.options import BatchSize, ColumnOptions
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 # The fields of `dualenc.search.hard_negatives.Rule`, whose package imports faiss.
@@ -85,9 +85,9 @@ def mine(
     )
     if not distributed.is_main():
         return
-    rows = []
-    for name, count in vars(mined.counts).items():
-        rows.append({"what": name.replace("_", " "), "number": count})
+    # Every reason for a dropped candidate has its row: a window that drops too much shows there.
+    counted = vars(mined.counts).items()
+    rows = [{"what": name.replace("_", " "), "number": count} for name, count in counted]
     print_table(Table("Mined", rows))
     counts = f"{mined.counts.written:,} rows with {mined.counts.negatives:,} negatives"
-    print(printable(f"{counts} → {out}; embeddings in {mined.embeddings}"))
+    print_line(f"{counts} → {out}; embeddings in {mined.embeddings}")

@@ -15,6 +15,7 @@ from dualenc.errors import DualencError
 
 def _split(kind: Any, tokens: Sequence[Any]) -> Any:
     """Convert `1,5` and `10`; double quotes protect commas: `"last, first",year`."""
+    # As csv, since names of columns may hold commas.
     rows = csv.reader([token.value for token in tokens], skipinitialspace=True)
     return convert(kind, [part.strip() for row in rows for part in row])
 
@@ -33,6 +34,7 @@ def refuse_together(option: str, others: Mapping[str, object]) -> None:
 
 def given_options(options: Any) -> dict[str, bool]:
     """Return for each option of a group, such as "--batch-size", if it differs from its default."""
+    # cyclopts does not say which options were typed; one that equals its default has no effect.
     default = vars(type(options)())
     changed = {name: value != default[name] for name, value in vars(options).items()}
     return {f"--{name.replace('_', '-')}": is_changed for name, is_changed in changed.items()}

@@ -1,4 +1,4 @@
-"""Print the results of evaluations."""
+"""Print lines, and the results of evaluations."""
 
 from __future__ import annotations
 
@@ -27,8 +27,15 @@ def print_evaluation(
     from dualenc import distributed
     from dualenc.evaluation.report_page import print_table
 
+    # All processes return the same result.
     if not distributed.is_main():
         return
     for table in result.tables[:num_tables]:
         print_table(table)
-    print(printable(f"{files} are in {result.folder}"))
+    print_line(f"{files} are in {result.folder}")
+
+
+def print_line(text: str) -> None:
+    """Print a line with control characters escaped."""
+    # Names of files, columns and models come from strangers, and could steer a terminal.
+    print(printable(text))

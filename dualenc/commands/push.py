@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 from cyclopts.types import NormFloat
 
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 if TYPE_CHECKING:
     from dualenc.workflows.measure_engine import EngineRecall
@@ -78,8 +78,9 @@ def push(
     # The workflow has logged what was sent before it measured.
     if result.recall is not None:
         print_recall(result.recall)
+        # After the table, which shows the filters that lose results.
         result.recall.check()
-    print(printable(f'next: dualenc search {shlex.quote(str(result.folder))} "…"'))
+    print_line(f'next: dualenc search {shlex.quote(str(result.folder))} "…"')
 
 
 def print_recall(measured: EngineRecall) -> None:
@@ -90,4 +91,4 @@ def print_recall(measured: EngineRecall) -> None:
     interval = f"{measured.recall:.3f} (95 %: {measured.low:.3f} to {measured.high:.3f})"
     settings = ", ".join(f"{name} {value}" for name, value in measured.settings.items())
     summary = f"recall@10 {interval} in {measured.searches:,} searches; {settings or 'exact'}"
-    print(printable(summary))
+    print_line(summary)

@@ -36,12 +36,14 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
         raise DualencError(
             f"unknown recipe '{name}'{nearest(label, paths)}", fix="see dualenc recipe"
         )
+    # The file as it is, comments included: it is the documentation of its keys.
     text = paths[label].read_text(encoding="utf-8")
     print(_keys(text) if keys else text, end="")
 
 
 def _print_list(paths: Mapping[str, Path]) -> None:
     """Print the name and the first comment of each recipe."""
+    # Each recipe begins with a comment that says what it is for.
     width = max(map(len, paths))
     for label, path in paths.items():
         first_line = path.read_text(encoding="utf-8").splitlines()[0]

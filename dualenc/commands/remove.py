@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 def remove(index: str, ids: str) -> None:
@@ -16,4 +16,4 @@ def remove(index: str, ids: str) -> None:
 
     done = change_index.remove(index, ids)
     change = f"{done.num_changed:,} removed, now {done.num_vectors:,} vectors"
-    print(printable(f"{change} → {index}"))
+    print_line(f"{change} → {index}")

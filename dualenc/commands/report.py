@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 def report(run: str, *others: str, out: str | None = None) -> None:
@@ -21,6 +21,7 @@ def report(run: str, *others: str, out: str | None = None) -> None:
     from dualenc.workflows import training_report
 
     written = training_report.report(run, *others, out=out)
+    # The curves are for a browser; the terminal gets the numbers.
     for table in written.tables:
         print_table(table)
-    print(printable(f"report: {written.file}"))
+    print_line(f"report: {written.file}")

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from cyclopts.types import PositiveInt
 
 from dualenc.commands.options import RankingOptions, SearchOptions
+from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
 from dualenc.io.terminal import printable
 
@@ -52,23 +53,26 @@ def search(
             takes JSON: {"must": [{"key": "year", "range": {"gte": 2020}}]}.
         json: print JSON, in ASCII, instead of a table.
     """
+    # Before the model is loaded, which takes most of the time of a search.
     ranking.check()
     searcher = _open(index, query, ranking, options)
     item = _item(query, _modality(query, searcher.takes))
     hits = searcher.search(item, k, where=where or (), filter=filter, **vars(ranking))
     searcher.close()
     columns = searcher.index.column_kinds
-    results = []
-    for rank, hit in enumerate(hits, 1):
-        result = {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
-        results.append(result | {name: hit.columns.get(name) for name in columns})
+    results = [
+        {"rank": rank, "id": hit.id, "score": round(hit.score, 6), "snippet": hit.snippet}
+        | {name: hit.columns.get(name) for name in columns}
+        for rank, hit in enumerate(hits, 1)
+    ]
     if json:
         print(dumps({"query": query, "index": index, "results": results}, indent=2))
     elif not results:
+        # Without conditions there is nothing to widen.
         restricted = ""
         if where or filter:
             restricted = " that meets all conditions; give fewer or wider ones"
-        print(printable(f"nothing was found for {query!r}{restricted}"))
+        print_line(f"nothing was found for {query!r}{restricted}")
     else:
         _print_results(query, results, list(columns), searcher.index.has_snippets)
 
@@ -95,6 +99,7 @@ def _open(index: str, query: str, ranking: RankingOptions, options: SearchOption
 
     if not query.strip():
         raise DualencError("the query is empty", fix="give a text, or the path of an image")
+    # BM25 is only opened if it is asked for: it may be as large as the vectors.
     device = start_processes(options.device)
     more = {"device": device, "hybrid": ranking.hybrid is not None}
     return Searcher.open(index, **vars(options) | more)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dualenc.commands.options import COMMAS
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
@@ -54,6 +54,7 @@ def train(
     from dualenc import distributed
     from dualenc.training.signals import Interrupted, Stopped
 
+    # torch warns at exit of a process group that is left open, also after a signal.
     try:
         result = described.train(resume=resume)
         if distributed.is_main():
@@ -74,9 +75,9 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
         print(f"  {name:<{width}}  {before}{value:.4f}")
     if result.skipped:
         print(f"  {result.skipped} samples were left out because they could not be read")
-    print(printable(f"model: {result.model_folder}"))
+    print_line(f"model: {result.model_folder}")
     for words in next_commands(result.model_folder, settings):
-        print(printable(f"next:  dualenc {shlex.join(words)}"))
+        print_line(f"next:  dualenc {shlex.join(words)}")
 
 
 def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
@@ -89,6 +90,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
     from dualenc.encoders.load import folder_kind
     from dualenc.workflows.session import EVALUATIONS
 
+    # Read from the folder: the recipe may name a class of the user's own.
     kind = folder_kind(model)
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
@@ -121,6 +123,7 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
             "quotes",
         )
         evaluated = [held_out["path"], *_options(held_out, *names)]
+        # A probe votes by the images of another split.
         voting = (evaluator.get("train") or {}).get("init_args") or {}
         evaluated += _options(
             {"train": voting.get("path"), "train_split": voting.get("split")},

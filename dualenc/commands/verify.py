@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualenc.io.terminal import printable
+from dualenc.commands.output import print_line
 
 
 def verify(folder: str) -> None:
@@ -15,4 +15,4 @@ def verify(folder: str) -> None:
 
     done = verify_folder.verify(folder)
     size = f"{done.num_vectors:,} vectors, {done.num_bytes / 2**20:,.1f} MiB"
-    print(printable(f"{folder}: {size}, all files verified"))
+    print_line(f"{folder}: {size}, all files verified")

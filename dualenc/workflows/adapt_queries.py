@@ -3,50 +3,35 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from dualenc import distributed
-from dualenc.data.bad_rows import BadRows
-from dualenc.data.pairs import PairDataset
-from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
-from dualenc.data.readers.clicks import DocumentSplit, IndexPairs, split_by_documents
-from dualenc.data.store.vector_shards import Embeddings
+from dualenc.data.readers.clicks import IndexPairs
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.index_encoder import interpolate
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
-from dualenc.evaluation.report_page import check_report_target
-from dualenc.evaluation.retrieval import divide_by_training
-from dualenc.io.files import (
-    check_folder_target,
-    check_writable,
-    remove,
-    removed_if_refused,
-)
-from dualenc.io.reading import read_json_object
-from dualenc.io.targets import check_outside
+from dualenc.io.files import remove, removed_if_refused
 from dualenc.objectives import FrozenCorpus
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.embed.encode import embed
 from dualenc.search.index.open import Index, is_index
 from dualenc.seeds import seed_everything
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.training.trainer import Trainer, TrainingResult
 from dualenc.types import StrPath
 from dualenc.workflows.adaptation_report import (
-    METRICS,
-    PAGE,
-    SECOND,
     TASK,
     AdaptResult,
     forgetting,
     quality_rows,
-    write_results,
+    write_adaptation,
 )
+from dualenc.workflows.adaptation_tasks import KNOWN, NEW, ClickSplit, measured_tasks, split_clicks
 from dualenc.workflows.adapting import (
     SHARES,
     TOWERS,
@@ -56,17 +41,12 @@ from dualenc.workflows.adapting import (
     best_share,
     score_interpolations,
 )
+from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
 
 WORK = ".adapt"
 """Folder in the output for the vectors of a run. It marks the output of an interrupted run."""
-MAX_HELD_OUT = 1000
-"""Maximum number of held-out queries of either kind."""
-NEW = "new documents"
-KNOWN = "documents in training"
 PATIENCE = 3
-MIN_DOCUMENTS = 30
-"""Fewer documents of held-out queries cannot show whether adapting harms unclicked documents."""
 EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
 LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
@@ -142,21 +122,12 @@ def adapt(
     """
     _check_arguments(train, held_out, keep)
     folder = Path(out)
-    check_outside(folder)
-    check_writable(folder)
-    check_folder_target(folder, _is_own_folder, "adaptation")
-    check_report_target(folder / PAGE)
-    if (folder / "training").exists() and not resume:
-        raise DualencError(
-            "holds an adaptation, finished or not",
-            fix="continue it with --resume, or choose another --out",
-            where=folder,
-        )
+    _check_output(folder, resume)
     chosen = start_processes(device)
     with writing(folder), removed_if_refused(folder, "training"):
         work = folder / WORK
         work.mkdir(parents=True, exist_ok=True)
-        # Compared at the end: the report promises that the index has not changed.
+        # Before anything opens the index: the report promises that it has not changed.
         checksum = fingerprint(index)
         documents = open_documents(index, work)
         clicked = IndexPairs(
@@ -177,58 +148,13 @@ def adapt(
             device=chosen,
             progress=progress,
         )
-        pairs = side.pairs(clicked)
-        parts = split_by_documents(pairs, held_out, MAX_HELD_OUT, seed)
-        # The model remembers these, so that evaluations can separate new documents from known ones.
-        trained_ids = [documents.ids[row] for row in sorted(set(parts.train.right_id.tolist()))]
-        unmeasured = _why_unmeasured(parts, held_out)
-        # Only held-out queries choose the share: test queries must not.
-        held_out_tasks = _held_out_tasks(parts, documents)
-        tasks = held_out_tasks | _beir_tasks(test, second, side, trained_ids)
-        settings = _Settings(train, epochs, batch_size, learning_rate, temperature, seed, progress)
-        original, adapted, trained = _train(
-            folder / "training", index, side, pairs, parts, trained_ids, settings, resume
-        )
-        # A given share may lie between the usual ones.
-        shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
-        points = score_interpolations(original, adapted, tasks, shares)
-        choice = _choose_share(points, keep, unmeasured, list(held_out_tasks))
-        adapted.load_state_dict(interpolate(original, adapted, choice.keep))
-        # Every process returns the same result, but only one writes and reads the whole index.
-        after = ""
+        parts = split_clicks(side.pairs(clicked), documents, held_out, seed)
+        settings = _Settings(epochs, batch_size, learning_rate, temperature, seed)
+        run = _Run(folder, clicks, checksum, side, parts, settings)
+        # Opened before the training: a test folder that does not fit fails now and not in hours.
+        tasks = measured_tasks(parts, side, test, second)
+        result = _adapt(run, tasks, keep, resume)
         if distributed.is_main():
-            side.finished(adapted, trained_ids).save(folder / "model")
-            after = fingerprint(index)
-        after = distributed.broadcast_object(after)
-        state = "the same" if after == checksum else "CHANGED"
-        facts = {
-            "index": index,
-            "documents": len(documents),
-            "queries from": clicks,
-            "pairs in training": len(parts.train),
-            "documents in training": len(trained_ids),
-            "trained": train,
-            "objective": f"FrozenCorpus, temperature {temperature:g}, batches of {batch_size}",
-            "steps": trained.steps,
-            "seconds": round(trained.seconds),
-            "seed": seed,
-            "original weights kept": choice.keep,
-            "model": str(folder / "model"),
-            "checksum of the index": f"{checksum[:16]}, {state} after as before",
-            "chosen by": choice.reason,
-        }
-        result = AdaptResult(
-            folder=folder,
-            model_folder=folder / "model",
-            keep=choice.keep,
-            quality=quality_rows(points, choice.keep),
-            forgetting=forgetting(points, choice.keep),
-            facts=facts,
-            unmeasured=unmeasured,
-            query_modality=clicked.left_modality,
-        )
-        if distributed.is_main():
-            write_results(result, points)
             remove(work)
         # Hold the lock until the files are complete.
         distributed.barrier()
@@ -250,125 +176,143 @@ def _check_arguments(train: Trained, held_out: float, keep: float | None) -> Non
         )
 
 
-def _is_own_folder(folder: Path) -> bool:
-    """Return True if a folder holds an adaptation, finished or not."""
-    # metrics.json is written last, the work folder first.
-    if (folder / METRICS).is_file():
-        return read_json_object(folder / METRICS).get("task") == TASK
-    return (folder / WORK).is_dir()
+def _check_output(folder: Path, resume: bool) -> None:
+    """Raise if an adaptation cannot be written to a folder."""
+    # An interrupted run has its work folder, which is made first and removed last.
+    check_result_folder(folder, TASK, "adaptation", lambda path: (path / WORK).is_dir())
+    # Training again would replace a model that took hours: only an explicit --resume goes on.
+    if (folder / "training").exists() and not resume:
+        raise DualencError(
+            "holds an adaptation, finished or not",
+            fix="continue it with --resume, or choose another --out",
+            where=folder,
+        )
 
 
-class ShareChoice(NamedTuple):
-    """The share of the original weights in the result, and how it was chosen."""
+class _Settings(NamedTuple):
+    """How the queries are trained; see `adapt`."""
 
-    keep: float
-    reason: str
+    epochs: int | None
+    batch_size: int
+    learning_rate: float | None
+    temperature: float
+    seed: int
 
 
-def _choose_share(
-    points: Sequence[Interpolated], keep: float | None, unmeasured: str | None, tasks: Sequence[str]
-) -> ShareChoice:
-    """Choose the share of the original weights: given, the original, or the best measured."""
-    if keep is not None:
-        return ShareChoice(keep, "--keep")
-    if unmeasured is not None:
-        return ShareChoice(1.0, f"default: the original, since {unmeasured}")
-    reason = (
-        "the held-out queries, whose numbers are therefore too high; measure others with --test"
+@dataclass(frozen=True)
+class _Run:
+    """An adaptation that can start; `checksum` is that of the index before."""
+
+    folder: Path
+    clicks: str
+    checksum: str
+    side: QuerySide
+    split: ClickSplit
+    settings: _Settings
+
+
+class _Models(NamedTuple):
+    """The model before training, the one with the best weights, and the training result."""
+
+    original: DualEncoder
+    adapted: DualEncoder
+    training: TrainingResult
+
+
+def _adapt(
+    run: _Run, tasks: Mapping[str, IndexEvaluator], keep: float | None, resume: bool
+) -> AdaptResult:
+    """Train, measure, choose the share of the original weights, and write model and report."""
+    models = _train(run, resume)
+    # A given share may lie between the usual ones.
+    shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
+    points = score_interpolations(models.original, models.adapted, tasks, shares)
+    share, reason = _choose_share(points, keep, run.split.unmeasured)
+    models.adapted.load_state_dict(interpolate(models.original, models.adapted, share))
+    checksum = _save(run, models.adapted)
+    result = AdaptResult(
+        folder=run.folder,
+        model_folder=run.folder / "model",
+        keep=share,
+        quality=quality_rows(points, share),
+        forgetting=forgetting(points, share),
+        facts={
+            **_facts(run, models.training),
+            "original weights kept": share,
+            "model": str(run.folder / "model"),
+            "checksum of the index": checksum,
+            "chosen by": reason,
+        },
+        unmeasured=run.split.unmeasured,
+        query_modality=run.side.modality,
     )
-    return ShareChoice(best_share(points, NEW, tasks), reason)
+    # Every process returns the same result, but only one writes.
+    if distributed.is_main():
+        write_adaptation(result, points)
+    return result
 
 
-def _why_unmeasured(parts: DocumentSplit, share: float) -> str | None:
-    """Return why held-out queries cannot show the effect on new documents; None if they can."""
-    if share == 0:
-        return "no query was held out"
-    if parts.new is None:
-        documents = f"the documents of each are in over {share:.0%} of the pairs"
-        return f"no query could be held out: {documents}"
-    count = len(np.unique(parts.new.right_id))
-    if count < MIN_DOCUMENTS:
-        few = f"fewer than {MIN_DOCUMENTS} cannot tell"
-        return f"held-out queries name {count} documents, and {few}"
-    return None
+def _train(run: _Run, resume: bool) -> _Models:
+    """Train the query side on the clicks, and load the best weights."""
+    side = run.side
+    pairs = run.split.parts.train
+    seed_everything(run.settings.seed)
+    original = side.new_model(pairs.left_dim)
+    # A model that cannot be saved should fail before the training.
+    side.finished(original, run.split.trained_ids)
+    evaluator = None
+    if run.split.parts.held_out is not None:
+        evaluator = IndexEvaluator.of_pairs(run.split.parts.held_out, side.documents)
+    training = _trainer(run).fit(
+        # The original is needed afterwards, to interpolate between both.
+        copy.deepcopy(original),
+        pairs,
+        _objective(side, pairs.num_left, run.settings.temperature),
+        evaluator=evaluator,
+        resume=resume,
+    )
+    return _Models(original, load_model(training.model_folder, side.device), training)
 
 
-def _held_out_tasks(parts: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
-    """Return evaluators of the held-out queries, by whether their documents are in training."""
-    named = {NEW: parts.new, KNOWN: parts.known}
-    return {
-        name: IndexEvaluator.of_pairs(part, documents)
-        for name, part in named.items()
-        if part is not None
-    }
+def _trainer(run: _Run) -> Trainer:
+    """Return a trainer that stops when held-out queries no longer improve."""
+    trained = run.side.trained
+    epochs, batch_size, learning_rate, _, seed = run.settings
+    num_pairs = len(run.split.parts.train)
+    # A batch larger than the data would leave no step.
+    batch_size = min(batch_size, num_pairs)
+    is_measured = run.split.parts.held_out is not None
+    return Trainer(
+        output=run.folder / "training",
+        batch_size=batch_size,
+        # Not `or`: the trainer should refuse 0.
+        epochs=EPOCHS[trained] if epochs is None else epochs,
+        learning_rate=LEARNING_RATES[trained] if learning_rate is None else learning_rate,
+        # Maps are too small to gain from half precision.
+        mixed_precision="no" if trained in TOWERS else "auto",
+        # Once per epoch.
+        evaluate_every=max(1, num_pairs // batch_size) if is_measured else None,
+        patience=PATIENCE if is_measured else None,
+        seed=seed,
+        progress=run.side.progress,
+    )
 
 
-def _beir_tasks(
-    test: str | None, second: str | None, side: QuerySide, trained_ids: Sequence[str]
-) -> dict[str, IndexEvaluator]:
-    """Return evaluators of the test queries of two BEIR folders.
-
-    Those of `test` are divided by whether a relevant document is in training.
-    """
-    tasks = {}
-    if test is not None:
-        evaluator = _beir_task(test, "test", side, side.documents)
-        known, new = divide_by_training(evaluator.qrels, trained_ids)
-        for part, qrels in ((NEW, new), (KNOWN, known)):
-            # The mean over an empty part is undefined.
-            if qrels:
-                tasks[f"{Path(test).name}: {part}"] = evaluator.among(list(qrels))
-    if second is not None:
-        documents = _second_documents(second, side)
-        name = f"{SECOND}: {Path(second).name}"
-        tasks[name] = _beir_task(second, "second", side, documents)
-    return tasks
-
-
-def _beir_task(folder: str, name: str, side: QuerySide, documents: Embeddings) -> IndexEvaluator:
-    """Return an evaluator of the test queries of a BEIR folder over documents."""
-    bad_rows = BadRows(folder)
-    queries, qrels = read_judged_queries(Path(folder), "test", documents.ids, bad_rows)
-    bad_rows.report()
-    check_judged(folder, qrels, documents.ids, side.source)
-    return IndexEvaluator(side.inputs(queries, f"{name}-queries"), qrels, documents)
-
-
-def _second_documents(folder: str, side: QuerySide) -> Embeddings:
-    """Return the documents of a second task, as vectors.
-
-    A folder without documents, or with those of the index, is measured over the index.
-    """
-    bad_rows = BadRows(folder)
-    corpus = read_corpus(folder, bad_rows=bad_rows) if any(Path(folder).glob("corpus*")) else None
-    bad_rows.report()
-    # Compare all ids: some in common prove nothing, since row numbers are ids too.
-    if corpus is None or set(corpus.ids) == set(side.documents.ids):
-        return side.documents
-    if corpus.modality != "text" or side.text is None:
-        return open_documents(folder, side.work / "second")
-    out = side.work / "second-documents"
-    # Half precision, as `open_documents` stores vectors.
-    return embed(side.text.right, corpus, out, dtype="float16", progress=side.progress)
-
-
-def _objective(
-    index: str, documents: Embeddings, num_left: int, temperature: float
-) -> FrozenCorpus:
+def _objective(side: QuerySide, num_left: int, temperature: float) -> FrozenCorpus:
     """Return the softmax over all documents.
 
     With more documents than can be summed exactly, it uses those that the index finds and a sample.
     """
     # Only an index can find the nearest documents; without one, all of them are summed.
     search = None
-    if is_index(index):
-        opened = Index.open(index)
+    if is_index(side.source):
+        opened = Index.open(side.source)
 
         def search(queries: np.ndarray, nearest: int) -> np.ndarray:
             return opened.search_rows(queries, nearest)[1]
 
     return FrozenCorpus(
-        documents.vectors,
+        side.documents.vectors,
         search=search,
         num_left=num_left,
         temperature=temperature,
@@ -377,68 +321,47 @@ def _objective(
     )
 
 
-class _Settings(NamedTuple):
-    """How a model is trained; see `adapt`."""
-
-    train: Trained
-    epochs: int | None
-    batch_size: int
-    learning_rate: float | None
-    temperature: float
-    seed: int
-    progress: bool
-
-    def trainer(self, output: Path, parts: DocumentSplit) -> Trainer:
-        """Return a trainer that stops when held-out queries no longer improve."""
-        # A batch larger than the data would leave no step.
-        batch_size = min(self.batch_size, len(parts.train))
-        is_measured = parts.held_out is not None
-        # Not `or`: the trainer should refuse 0.
-        epochs = EPOCHS[self.train] if self.epochs is None else self.epochs
-        learning_rate = self.learning_rate
-        if learning_rate is None:
-            learning_rate = LEARNING_RATES[self.train]
-        return Trainer(
-            output=output,
-            batch_size=batch_size,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            # Maps are too small to gain from half precision.
-            mixed_precision="no" if self.train in TOWERS else "auto",
-            # Once per epoch.
-            evaluate_every=max(1, len(parts.train) // batch_size) if is_measured else None,
-            patience=PATIENCE if is_measured else None,
-            seed=self.seed,
-            progress=self.progress,
-        )
-
-
-def _train(
-    output: Path,
-    index: str,
-    side: QuerySide,
-    pairs: PairDataset,
-    parts: DocumentSplit,
-    trained_ids: Sequence[str],
-    settings: _Settings,
-    resume: bool,
-) -> tuple[DualEncoder, DualEncoder, TrainingResult]:
-    """Return the model before training, the one with the best weights, and the training result."""
-    seed_everything(settings.seed)
-    original = side.new_model(pairs.left_dim)
-    # A model that cannot be saved should fail before the training.
-    side.finished(original, trained_ids)
-    documents = side.documents
-    evaluator = None
-    if parts.held_out is not None:
-        evaluator = IndexEvaluator.of_pairs(parts.held_out, documents)
-    objective = _objective(index, documents, pairs.num_left, settings.temperature)
-    result = settings.trainer(output, parts).fit(
-        # The original is needed afterwards, to interpolate between both.
-        copy.deepcopy(original),
-        parts.train,
-        objective,
-        evaluator=evaluator,
-        resume=resume,
+def _choose_share(
+    points: Sequence[Interpolated], keep: float | None, unmeasured: str | None
+) -> tuple[float, str]:
+    """Choose the share of the original weights, and say how: given, 1, or the best measured."""
+    if keep is not None:
+        return keep, "--keep"
+    if unmeasured is not None:
+        return 1.0, f"default: the original, since {unmeasured}"
+    # Only held-out queries choose: a choice by test queries would make their scores too high.
+    held_out = [task for task in (NEW, KNOWN) if task in points[0].scores]
+    reason = (
+        "the held-out queries, whose numbers are therefore too high; measure others with --test"
     )
-    return original, load_model(result.model_folder, side.device), result
+    return best_share(points, NEW, held_out), reason
+
+
+def _save(run: _Run, adapted: DualEncoder) -> str:
+    """Save the model; return the checksum of the index, and whether it is the same as before."""
+    after = ""
+    # Only one process reads the whole index again.
+    if distributed.is_main():
+        # The model remembers its documents, so that evaluations can separate new from known ones.
+        run.side.finished(adapted, run.split.trained_ids).save(run.folder / "model")
+        after = fingerprint(run.side.source)
+    after = distributed.broadcast_object(after)
+    state = "the same" if after == run.checksum else "CHANGED"
+    return f"{run.checksum[:16]}, {state} after as before"
+
+
+def _facts(run: _Run, training: TrainingResult) -> dict[str, object]:
+    """Return the settings and counts of a training."""
+    temperature = f"temperature {run.settings.temperature:g}"
+    return {
+        "index": run.side.source,
+        "documents": len(run.side.documents),
+        "queries from": run.clicks,
+        "pairs in training": len(run.split.parts.train),
+        "documents in training": len(run.split.trained_ids),
+        "trained": run.side.trained,
+        "objective": f"FrozenCorpus, {temperature}, batches of {run.settings.batch_size}",
+        "steps": training.steps,
+        "seconds": round(training.seconds),
+        "seed": run.settings.seed,
+    }

@@ -8,14 +8,12 @@ from pathlib import Path
 
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import can_draw, lines
-from dualenc.evaluation.report_page import Figure, Table, write_report
-from dualenc.io.files import write_json
+from dualenc.evaluation.report_page import Figure, Table
 from dualenc.types import Modality
 from dualenc.workflows.adapting import Interpolated, harmless_share
+from dualenc.workflows.result_folder import write_results
 
 TASK = "adapt"
-METRICS = "metrics.json"
-PAGE = "report.html"
 SECOND = "second task"
 
 
@@ -90,41 +88,48 @@ def quality_rows(points: Sequence[Interpolated], keep: float) -> list[dict[str, 
 
 def forgetting(points: Sequence[Interpolated], keep: float) -> list[str]:
     """Return for each second task whether it loses, and how much of the original prevents it."""
-    return [_loss_of(task, points, keep) for task in points[0].scores if task.startswith(SECOND)]
+    notices = []
+    for task in points[0].scores:
+        if task.startswith(SECOND):
+            share = harmless_share(points, task)
+            loss = f"loses; from --keep {share:g} on nothing is lost within the interval"
+            if share <= keep:
+                loss = f"nothing is lost within the interval (from --keep {share:g} on)"
+            notices.append(f"{task}: {loss}")
+    return notices
 
 
-def _loss_of(task: str, points: Sequence[Interpolated], keep: float) -> str:
-    """Return whether a task loses at a share, and the smallest share at which it does not."""
-    share = harmless_share(points, task)
-    if share <= keep:
-        return f"{task}: nothing is lost within the interval (from --keep {share:g} on)"
-    return f"{task}: loses; from --keep {share:g} on nothing is lost within the interval"
-
-
-def write_results(result: AdaptResult, points: Sequence[Interpolated]) -> None:
+def write_adaptation(result: AdaptResult, points: Sequence[Interpolated]) -> None:
     """Write metrics.json and report.html.
 
     The page draws each task over the share of the adapted weights, if matplotlib is installed.
+
+    Args:
+        result: what was adapted.
+        points: scores at each share of the original weights.
     """
     # matplotlib is optional.
-    figures = []
-    if can_draw():
-        shares = [1 - point.keep for point in points]
-        curves = {
-            task: (shares, [float(point.scores[task].mean()) for point in points])
-            for task in points[0].scores
-        }
-        plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
-        caption = "Between the original model (0) and the adapted one (1)"
-        figures.append(Figure(caption, plot))
+    figures = [_curves(points)] if can_draw() else []
     facts = dict(result.facts)
     if notices := result.notices():
         facts["forgetting"] = " ".join(notices)
-    write_report(
-        result.folder / PAGE,
+    write_results(
+        result.folder,
         "Queries adapted to an index",
-        facts=facts,
-        figures=figures,
-        tables=[result.table()],
+        TASK,
+        facts,
+        {"quality": result.quality},
+        [result.table()],
+        figures,
     )
-    write_json(result.folder / METRICS, {"task": TASK, **facts, "quality": result.quality})
+
+
+def _curves(points: Sequence[Interpolated]) -> Figure:
+    """Draw the mean score of each task over the share of the adapted weights."""
+    shares = [1 - point.keep for point in points]
+    curves = {
+        task: (shares, [float(point.scores[task].mean()) for point in points])
+        for task in points[0].scores
+    }
+    plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
+    return Figure("Between the original model (0) and the adapted one (1)", plot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,7 @@ from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.search.embed.encode import embed
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.index_evaluator import IndexEvaluator
+from dualenc.types import Modality
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """The trained part: a map of query vectors, adapters of the text model, or the whole model."""
@@ -34,6 +36,7 @@ SHARES = tuple(round(step / 10, 1) for step in range(11))
 """Shares of the original weights at which an adapted model is measured."""
 
 
+@dataclass(eq=False)
 class QuerySide:
     """The query side of an index: its text model, and the part of it that is trained.
 
@@ -58,41 +61,33 @@ class QuerySide:
             modality cannot be trained this way.
     """
 
-    def __init__(
-        self,
-        documents: Embeddings,
-        modality: str,
-        trained: Trained,
-        *,
-        source: str,
-        model: str | None,
-        work: Path,
-        device: torch.device,
-        progress: bool = True,
-    ) -> None:
-        self.documents = documents
-        self.modality = modality
-        self.trained = trained
-        self.source = source
-        self.work = work
-        self.device = device
-        self.progress = progress
-        self.name = model
-        self.text: TextEncoder | None = None
-        if modality == "text":
+    documents: Embeddings
+    modality: Modality
+    trained: Trained
+    _: KW_ONLY
+    source: str
+    model: str | None
+    work: Path
+    device: torch.device
+    progress: bool = True
+    text: TextEncoder | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.modality == "text":
             self.text = self._open_text_model()
-        elif trained not in TOWERS:
+        elif self.trained not in TOWERS:
             raise DualencError(
-                f"queries are vectors, and {trained} trains a text model", fix="train a perceptron"
+                f"queries are vectors, and {self.trained} trains a text model",
+                fix="train a perceptron",
             )
 
     def _open_text_model(self) -> TextEncoder:
         """Load the model of the index, and check that it encodes texts into the index's space."""
-        self.name = self.name or recorded_model(self.documents.provenance, Path(self.source))
-        model = load_model(self.name, self.device)
+        self.model = self.model or recorded_model(self.documents.provenance, Path(self.source))
+        model = load_model(self.model, self.device)
         if not isinstance(model, TextEncoder):
             raise DualencError(
-                f"is of kind {model.kind}; only text models can be adapted", where=self.name
+                f"is of kind {model.kind}; only text models can be adapted", where=self.model
             )
         check_encoder(model, self.documents.provenance, self.documents.dim, self.source)
         return model
@@ -154,7 +149,7 @@ class QuerySide:
         text = self.text
         if self.trained == "lora":
             # Adapters are added when a model is opened, so open it again.
-            text = TextEncoder(self.name, lora_rank=LORA_RANK)
+            text = TextEncoder(self.model, lora_rank=LORA_RANK)
         # A copy: the caller's text model may embed queries while this one is trained.
         return IndexEncoder(copy.deepcopy(text), self.documents.provenance).to(self.device)
 

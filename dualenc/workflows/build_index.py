@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
 from dualenc import distributed
+from dualenc.data import Corpus
 from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
-from dualenc.io import files
 from dualenc.io.provenance import Provenance
 from dualenc.search.index.build import check_factory
 from dualenc.search.index.kinds import parse_bytes
 from dualenc.search.index.open import Index, check_target, is_index, rows_in
-from dualenc.search.migration.migration_folder import check_unmigrated
 from dualenc.search.texts import add_texts
 from dualenc.types import Metric, Side, StrPath
-from dualenc.workflows.embed_beside import embed_beside, first_components
-from dualenc.workflows.embed_corpus import open_job
+from dualenc.workflows.embed_beside import ModelAndData, first_components, vectors_for
 from dualenc.workflows.index_texts import open_texts
 from dualenc.workflows.recorded_options import ReadOptions, to_record
-from dualenc.workflows.session import start_processes, writing
 
 
 @dataclass(frozen=True)
@@ -116,61 +112,37 @@ def index(
     if data is None and (side is not None or (reading and not (bm25 or texts))):
         _check_not_ignored(side, reading)
     # Embedding may take hours: refuse first what the build would refuse.
-    if memory is not None:
-        parse_bytes(memory)
+    num_bytes = None if memory is None else parse_bytes(memory)
     check_factory(factory)
     check_target(out)
     check_source(source, data)
     # Open the texts before the work: if they are missing, nothing should have been embedded.
     corpus = open_texts(source, data, reading) if bm25 or texts else None
-    folder = Path(source)
-    with ExitStack() as lock:
-        if data is not None:
-            start_processes(device)
-            was_killed = files.was_replaced_by_killed(out)
-            lock.enter_context(writing(out))
-            check_unmigrated(out)
-            settings = {"batch_size": batch_size, "dim": dim, "output": "embedding"}
-            job = open_job(source, data, side, device, reading, **settings)
-            # The lock covers both, embedding and build.
-            folder = embed_beside(out, job, None, was_killed, progress).folder
+    job = ModelAndData(source, data, side, reading, batch_size, dim, device)
+    with vectors_for(out, job, progress=progress) as found:
         # FAISS uses all cores of one process; the others are done.
         if not distributed.is_main():
             return IndexResult(Path(out))
-        # Verify every file: a damaged vector would stay in the index unnoticed.
-        vectors = first_components(Embeddings.open(folder, verify=True), dim)
-        if corpus is not None:
-            # Raises before the build if a text is missing or has changed.
-            rows_in(corpus, vectors, folder)
-        measured_with = {}
+        vectors = _open_vectors(found.folder, dim, corpus)
+        measured_with = None
         if queries is not None:
-            chosen = first_components(Embeddings.open(queries), dim)
-            measured_with["queries"] = chosen.vectors[:recall_queries]
+            measured_with = first_components(Embeddings.open(queries), dim).vectors[:recall_queries]
         built = Index.build(
             vectors,
             None,
             factory,
             metric=metric,
-            memory=None if memory is None else parse_bytes(memory),
+            memory=num_bytes,
             target_recall=target_recall,
             recall_queries=recall_queries,
+            queries=measured_with,
             folder=out,
             progress=progress,
-            **measured_with,
         )
-        count = 0
-        if corpus is not None:
-            count = add_texts(out, corpus, bm25=bm25, whole=texts)
-        if data is not None:
-            files.remove(folder)
-    return IndexResult(
-        Path(out),
-        len(built),
-        built.dim,
-        built.provenance,
-        num_bm25=count if bm25 else 0,
-        num_texts=count if texts else 0,
-    )
+        result = IndexResult(Path(out), len(built), built.dim, built.provenance)
+        # Still under the lock of a build from data: no other process may change the index before
+        # its texts are added.
+        return result if corpus is None else _with_texts(result, corpus, bm25=bm25, texts=texts)
 
 
 def check_source(source: str, data: str | None) -> None:
@@ -183,6 +155,16 @@ def check_source(source: str, data: str | None) -> None:
         )
 
 
+def _add_to_index(
+    folder: str, data: str | None, reading: ReadOptions, *, bm25: bool, texts: bool
+) -> IndexResult:
+    """Add BM25 or texts to an index that exists."""
+    if not (bm25 or texts) or not is_index(folder):
+        raise DualencError("dualenc index needs --out", fix="name the folder of the index")
+    corpus = open_texts(folder, data, reading)
+    return _with_texts(IndexResult(Path(folder)), corpus, bm25=bm25, texts=texts)
+
+
 def _check_not_ignored(side: Side | None, reading: ReadOptions) -> None:
     """Raise if arguments are given that only matter when a model embeds data."""
     names = [*to_record(reading), *(["side"] if side is not None else [])]
@@ -192,11 +174,17 @@ def _check_not_ignored(side: Side | None, reading: ReadOptions) -> None:
         )
 
 
-def _add_to_index(
-    folder: str, data: str | None, reading: ReadOptions, *, bm25: bool, texts: bool
-) -> IndexResult:
-    """Add BM25 or texts to an index that exists."""
-    if not (bm25 or texts) or not is_index(folder):
-        raise DualencError("dualenc index needs --out", fix="name the folder of the index")
-    count = add_texts(folder, open_texts(folder, data, reading), bm25=bm25, whole=texts)
-    return IndexResult(Path(folder), num_bm25=count if bm25 else 0, num_texts=count if texts else 0)
+def _open_vectors(folder: Path, dim: int | None, corpus: Corpus | None) -> Embeddings:
+    """Open the vectors to index; raise if a text of them is missing or has changed."""
+    # Verify every file: a damaged vector would stay in the index unnoticed.
+    vectors = first_components(Embeddings.open(folder, verify=True), dim)
+    if corpus is not None:
+        # The build takes longer than this check, and would have to be repeated.
+        rows_in(corpus, vectors, folder)
+    return vectors
+
+
+def _with_texts(result: IndexResult, corpus: Corpus, *, bm25: bool, texts: bool) -> IndexResult:
+    """Add BM25 or texts to an index, and return the result with their number."""
+    count = add_texts(result.folder, corpus, bm25=bm25, whole=texts)
+    return replace(result, num_bm25=count if bm25 else 0, num_texts=count if texts else 0)

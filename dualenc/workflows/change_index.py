@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
@@ -13,17 +12,13 @@ from dualenc import distributed
 from dualenc.data import Corpus
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.io import files
 from dualenc.search.index import change
 from dualenc.search.index.open import Index, check_target, is_index
-from dualenc.search.migration.migration_folder import check_unmigrated
 from dualenc.types import Side, StrPath
 from dualenc.workflows.build_index import check_source
-from dualenc.workflows.embed_beside import embed_beside, first_components
-from dualenc.workflows.embed_corpus import open_job
+from dualenc.workflows.embed_beside import ModelAndData, first_components, vectors_for
 from dualenc.workflows.index_texts import check_has_texts, open_texts
 from dualenc.workflows.recorded_options import ReadOptions
-from dualenc.workflows.session import start_processes, writing
 
 
 @dataclass(frozen=True)
@@ -100,33 +95,17 @@ def append(
     corpus = open_texts(source, data, reading) if has_texts else None
     # `change.append` opens it again under its lock; this one is for early checks.
     grown = Index.open(index)
-    folder = Path(source)
-    with ExitStack() as lock:
-        if data is not None:
-            start_processes(device)
-            was_killed = files.was_replaced_by_killed(index)
-            lock.enter_context(writing(index, wait=True))
-            check_unmigrated(index)
-            settings = {
-                "batch_size": batch_size,
-                "dim": dim or _dim_of(grown),
-                "output": "embedding",
-            }
-            # Keep the order, drop duplicates.
-            columns = dict.fromkeys([*_columns(grown), *(reading.get("columns") or ())])
-            as_grown: ReadOptions = {**reading, "columns": list(columns)}
-            job = open_job(source, data, side, device, as_grown, **settings)
-            folder, is_appended = embed_beside(index, job, grown, was_killed, progress)
-            # A killed process had replaced the index, but not removed the embeddings.
-            if is_appended and distributed.is_main():
-                files.remove(folder)
-                return IndexChange(Path(index), num_vectors=len(grown), was_done=True)
+    # Without the columns that the index filters by, the new rows would be refused.
+    columns = dict.fromkeys([*_columns(grown), *(reading.get("columns") or ())])
+    as_grown: ReadOptions = {**reading, "columns": list(columns)}
+    job = ModelAndData(source, data, side, as_grown, batch_size, dim or _dim_of(grown), device)
+    with vectors_for(index, job, grown, progress=progress) as found:
         if not distributed.is_main():
             return IndexChange(Path(index))
-        done = _append_embeddings(folder, grown, index, dim, corpus)
-        if data is not None:
-            files.remove(folder)
-    return done
+        # A killed process had replaced the index, but not removed the embeddings.
+        if found.is_appended:
+            return IndexChange(Path(index), num_vectors=len(grown), was_done=True)
+        return _append_embeddings(found.folder, grown, index, dim, corpus)
 
 
 def _dim_of(grown: Index) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +13,23 @@ from dualenc import distributed
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings, read_provenance
 from dualenc.errors import DualencError
+from dualenc.io import files
 from dualenc.io.provenance import Provenance
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.search.index.change import check_addition
 from dualenc.search.index.open import Index
-from dualenc.types import StrPath
-from dualenc.workflows.embed_corpus import EmbeddingJob
-from dualenc.workflows.session import describe_embeddings, embed_into, report_skipped
+from dualenc.search.migration.migration_folder import check_unmigrated
+from dualenc.types import Side, StrPath
+from dualenc.workflows.embed_corpus import EmbeddingJob, open_job
+from dualenc.workflows.recorded_options import ReadOptions
+from dualenc.workflows.session import (
+    describe_embeddings,
+    embed_into,
+    report_skipped,
+    start_processes,
+    writing,
+)
 
 logger = logging.getLogger("dualenc.workflows")
 
@@ -26,27 +37,67 @@ MADE_BY = "dualenc index"
 """Recorded with the embeddings beside an index, to distinguish them from a user's."""
 
 
+class ModelAndData(NamedTuple):
+    """A model and what it embeds; without `data`, `source` is a folder of embeddings."""
+
+    source: str
+    data: str | None
+    side: Side | None
+    reading: ReadOptions
+    batch_size: int
+    dim: int | None
+    device: str | None
+
+
 class Beside(NamedTuple):
-    """The folder of embeddings beside an index; `is_appended` if the index already holds them."""
+    """A folder of embeddings for an index; `is_appended` if the index already holds them."""
 
     folder: Path
-    is_appended: bool
+    is_appended: bool = False
 
 
-def embed_beside(
+@contextmanager
+def vectors_for(
+    out: StrPath, job: ModelAndData, grown: Index | None = None, *, progress: bool
+) -> Iterator[Beside]:
+    """Embed beside an index that stays locked in this context; at its end they are removed.
+
+    A folder of embeddings is returned as such, without a lock.
+
+        with vectors_for("index", job, progress=True) as found:
+            Index.build(Embeddings.open(found.folder), folder="index")
+
+    Args:
+        out: folder of the index.
+        job: the model and the data.
+        grown: the index to append to; None before a build.
+        progress: show a progress bar.
+    """
+    if job.data is None:
+        yield Beside(Path(job.source))
+        return
+    start_processes(job.device)
+    # Asked before the lock, with which the marks of the killed process disappear.
+    was_killed = files.was_replaced_by_killed(out)
+    # The lock covers embedding and build, so that no other process changes the index in between.
+    with writing(out, wait=grown is not None):
+        # After the lock: a migration cannot begin any more.
+        check_unmigrated(out)
+        settings = {"batch_size": job.batch_size, "dim": job.dim, "output": "embedding"}
+        opened = open_job(job.source, job.data, job.side, job.device, job.reading, **settings)
+        found = _embed_beside(out, opened, grown, was_killed, progress)
+        yield found
+        if distributed.is_main():
+            files.remove(found.folder)
+
+
+def _embed_beside(
     out: StrPath, job: EmbeddingJob, grown: Index | None, was_killed: bool, progress: bool
 ) -> Beside:
     """Embed into a folder beside an index.
 
     The folder stays after a failed build: a factory string that FAISS refuses does not cost the
     embedding.
-
-    Args:
-        out: folder of the index.
-        job: what is embedded.
-        grown: the index to append to; None before a build.
-        was_killed: a process was killed after it had replaced the index.
-        progress: show a progress bar.
     """
     target = Path(os.path.abspath(out))
     folder = target.with_name(f".{target.name}.embeddings")

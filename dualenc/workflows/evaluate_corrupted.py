@@ -37,7 +37,7 @@ from dualenc.evaluation.corruptions import (
 from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report_page import Table
 from dualenc.types import StrPath
-from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult
+from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
     labeled_features,
     open_image_tower,
@@ -117,9 +117,7 @@ def evaluate_corrupted(
         require_other_images(train, train_split, data, split)
     elif train_limit is not None or train_split != TRAIN_SPLIT:
         raise DualencError("--train-split and --train-limit are for --train", fix="name the images")
-    with EvaluationFolder(
-        "corrupted", model, data, out=out, device=device, progress=progress
-    ) as evaluation:
+    with evaluation_of("corrupted", model, data, out, device, progress) as evaluation:
         source, clean = _open_versions(data, split, label_column, corruptions or (), seed)
         baseline_errors = _open_baseline(baseline, train, source)
         training = None
@@ -135,7 +133,7 @@ def evaluate_corrupted(
             )
             metrics["robustness"] = robustness
             tables += more_tables
-        facts: dict[str, object] = {"model": model, "data": data, "split": split, "seed": seed}
+        facts: dict[str, object] = {"data": data, "split": split, "seed": seed}
         if baseline is not None:
             facts["baseline"] = baseline
         return distributed.from_main(

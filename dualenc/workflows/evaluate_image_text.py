@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import numpy as np
 
 from dualenc import distributed
@@ -12,8 +14,9 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.image_text_retrieval import both_ways_recall, match_captions, ranks_of_pairs
 from dualenc.evaluation.metrics import recall_at
 from dualenc.evaluation.report_page import Table
-from dualenc.types import Integers, Modality, StrPath
-from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult
+from dualenc.types import Integers, StrPath
+from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
+from dualenc.workflows.pair_columns import PairColumns
 from dualenc.workflows.session import short_name
 
 CUTOFFS = (1, 5, 10)
@@ -24,17 +27,11 @@ def evaluate_image_text(
     data: str,
     *,
     split: str | None = None,
-    left_column: str | None = None,
-    right_column: str | None = None,
-    left_modality: Modality | None = None,
-    right_modality: Modality | None = None,
-    weight_column: str | None = None,
-    quotes: bool | None = None,
-    allow_outside: bool = False,
     batch_size: int = 64,
     out: StrPath | None = None,
     device: str | None = None,
     progress: bool = True,
+    **columns: Unpack[PairColumns],
 ) -> EvaluationResult:
     """Evaluate image-text retrieval both ways, with any number of captions per image.
 
@@ -47,17 +44,12 @@ def evaluate_image_text(
         model: model folder or name, of kind image-text.
         data: images with captions: a table, webdataset tars, a folder of images, or a hub name.
         split: split to evaluate; by default "test", and all of a single file.
-        left_column: column of a table with the images.
-        right_column: column of a table with the captions (one, or a list in each row).
-        left_modality: modality of the left column; by default detected from its values.
-        right_modality: modality of the right column; by default detected from its values.
-        weight_column: column with labels, grades or weights, 0 for rows that do not match.
-        quotes: whether double quotes enclose fields of a table; by default detected.
-        allow_outside: allow image paths that lead out of the table's folder.
         batch_size: number of items per forward pass.
         out: folder to write; by default evaluations/image-text/MODEL-DATA-HASH.
         device: torch device such as "cpu" or "cuda:0"; by default a GPU if there is one.
         progress: show progress bars.
+        columns: how the columns of a table are read, see
+            `dualenc.workflows.pair_columns.PairColumns`.
 
     Returns:
         Recall of both directions, and the folder with all files.
@@ -65,21 +57,9 @@ def evaluate_image_text(
     Raises:
         DualencError: if the pairs are not of image and text, or the model is of another kind.
     """
-    with EvaluationFolder(
-        "image-text", model, data, out=out, device=device, progress=progress
-    ) as evaluation:
+    with evaluation_of("image-text", model, data, out, device, progress) as evaluation:
         split = split or default_split(data)
-        pairs = open_pairs(
-            data,
-            left_column=left_column,
-            right_column=right_column,
-            left_modality=left_modality,
-            right_modality=right_modality,
-            weight_column=weight_column,
-            quotes=quotes,
-            allow_outside=allow_outside,
-            split=split,
-        ).relevant()
+        pairs = open_pairs(data, split=split, **columns).relevant()
         if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
             raise DualencError(
                 f"pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text",
@@ -97,24 +77,27 @@ def evaluate_image_text(
         matched = match_captions(pairs.left_id, pairs.right_id, image_ids, text_ids)
         image_vectors = np.asarray(images.vectors, np.float32)
         ranks = ranks_of_pairs(image_vectors, np.asarray(texts.vectors, np.float32), matched)
-        facts: dict[str, object] = {"model": model, "data": data, "split": split}
-        return distributed.from_main(lambda: _conclude(evaluation, short_name(data), facts, ranks))
+        return distributed.from_main(lambda: _conclude(evaluation, data, split, ranks))
 
 
 def _conclude(
-    evaluation: EvaluationFolder, name: str, facts: dict[str, object], ranks: dict[str, Integers]
+    evaluation: EvaluationFolder, data: str, split: str, ranks: dict[str, Integers]
 ) -> EvaluationResult:
     """Write recall at each cutoff by direction."""
     rows: list[dict[str, object]] = []
     for direction, own in ranks.items():
         label = direction.replace("_", " ")
         rows.append({"direction": label, "queries": len(own), **recall_at(own, CUTOFFS)})
-    # Each caption of a pair is a query, so duplicate captions count.
-    facts["images"] = len(ranks["image_to_text"])
-    facts["texts"] = len(ranks["text_to_image"])
+    facts = {
+        "data": data,
+        "split": split,
+        "images": len(ranks["image_to_text"]),
+        # Each caption of a pair is a query, so duplicate captions count.
+        "texts": len(ranks["text_to_image"]),
+    }
     return evaluation.conclude(
         "Image-text retrieval",
-        name,
+        short_name(data),
         facts,
         {"metrics": both_ways_recall(ranks, CUTOFFS)},
         [Table("Image-text retrieval", rows)],

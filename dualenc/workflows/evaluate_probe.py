@@ -12,7 +12,7 @@ from dualenc.data.readers.detect import default_split
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report_page import Table
 from dualenc.types import StrPath
-from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult
+from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
     labeled_features,
     open_image_tower,
@@ -77,9 +77,7 @@ def evaluate_probe(
     source = train or data
     # Before the folder is locked and the model loaded.
     require_other_images(source, train_split, data, split)
-    with EvaluationFolder(
-        "probe", model, data, out=out, device=device, progress=progress
-    ) as evaluation:
+    with evaluation_of("probe", model, data, out, device, progress) as evaluation:
         training = open_images(source, train_split, label_column, limit=train_limit, seed=seed)
         test = open_images(data, split, label_column, limit=limit, seed=seed)
         train_labels = require_labels(training, f"{source} ({train_split})", for_training=True)
@@ -93,7 +91,6 @@ def evaluate_probe(
         trained = labeled_features(evaluation, "train", tower, training, train_labels, **settings)
         tested = labeled_features(evaluation, "test", tower, test, test_labels, **settings)
         facts: dict[str, object] = {
-            "model": model,
             "data": data,
             "split": split,
             "train": source,
@@ -123,11 +120,13 @@ def _conclude(
         f"{k}-NN, weighted": knn_predict(*vectors, k=k, device=evaluation.device),
         "linear, L-BFGS": linear.classifier.predict(test_features),
     }
-    rows: list[dict[str, object]] = []
-    for name, predicted in predictions.items():
-        rows.append({"probe": name, "accuracy": accuracy(predicted, test_labels)})
+    accuracies = {
+        name: {"accuracy": accuracy(predicted, test_labels)}
+        for name, predicted in predictions.items()
+    }
+    rows: list[dict[str, object]] = [{"probe": name, **row} for name, row in accuracies.items()]
+    # The penalty was chosen on a part of the training images.
     rows[-1]["note"] = f"l2={linear.l2:g}"
-    accuracies = {str(row["probe"]): {"accuracy": row["accuracy"]} for row in rows}
     return evaluation.conclude(
         "Probes", str(facts["data"]), facts, {"accuracy": accuracies}, [Table("Probes", rows)]
     )

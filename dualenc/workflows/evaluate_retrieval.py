@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -42,8 +42,10 @@ from dualenc.io.files import removed_if_refused
 from dualenc.search.documents import open_documents
 from dualenc.search.fusion import fuse
 from dualenc.search.searcher import check_encoder
-from dualenc.types import Modality, StrPath, one_or_several
-from dualenc.workflows.evaluation_folder import RESULT, EvaluationFolder, EvaluationResult
+from dualenc.types import StrPath, one_or_several
+from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
+from dualenc.workflows.pair_columns import PairColumns
+from dualenc.workflows.result_folder import RESULT
 from dualenc.workflows.session import short_name
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class _Settings(NamedTuple):
     """Settings that several steps of a retrieval evaluation need."""
 
     split: str | None
-    columns: Mapping[str, Any]
+    columns: PairColumns
     documents: str | None
     bm25: bool
     hybrid: Literal["rrf", "weighted"] | None
@@ -87,17 +89,11 @@ def evaluate_retrieval(
     hybrid: Literal["rrf", "weighted"] | None = None,
     weight: float = WEIGHT,
     keep_self_matches: bool = False,
-    left_column: str | None = None,
-    right_column: str | None = None,
-    left_modality: Modality | None = None,
-    right_modality: Modality | None = None,
-    weight_column: str | None = None,
-    quotes: bool | None = None,
-    allow_outside: bool = False,
     batch_size: int = 32,
     out: StrPath | None = None,
     device: str | None = None,
     progress: bool = True,
+    **columns: Unpack[PairColumns],
 ) -> EvaluationResult:
     """Evaluate a query-document model, or an adapter of vectors, on collections or pairs of texts.
 
@@ -123,17 +119,12 @@ def evaluate_retrieval(
         weight: weight of the model in the fusion, from 0 to 1; BM25 gets 1 - weight.
         keep_self_matches: keep an unjudged document whose id is the query's. By default it is
             removed as a copy of the query.
-        left_column: column of a table of pairs with the queries.
-        right_column: column of a table of pairs with the documents.
-        left_modality: modality of the left column; by default detected from its values.
-        right_modality: modality of the right column; by default detected from its values.
-        weight_column: column with labels, grades or weights, 0 for rows that do not match.
-        quotes: whether double quotes enclose fields of a table; by default detected.
-        allow_outside: allow image paths that lead out of the table's folder.
         batch_size: number of texts per forward pass.
         out: folder to write; by default evaluations/retrieval/MODEL-DATA-HASH.
         device: torch device such as "cpu" or "cuda:0"; by default a GPU if there is one.
         progress: show progress bars.
+        columns: how the columns of a table are read, see
+            `dualenc.workflows.pair_columns.PairColumns`.
 
     Returns:
         The metrics by system, and the folder with all files.
@@ -141,21 +132,10 @@ def evaluate_retrieval(
     Raises:
         DualencError: if the model cannot rank the data, or the folder holds something else.
     """
-    columns = {
-        "left_column": left_column,
-        "right_column": right_column,
-        "left_modality": left_modality,
-        "right_modality": right_modality,
-        "weight_column": weight_column,
-        "quotes": quotes,
-        "allow_outside": allow_outside,
-    }
     if hybrid is None and weight != WEIGHT:
         raise DualencError("--weight is for --hybrid", fix="give both, or leave it out")
     sources = [str(source) for source in one_or_several(data)]
-    with EvaluationFolder(
-        "retrieval", model, sources[0], out=out, device=device, progress=progress
-    ) as evaluation:
+    with evaluation_of("retrieval", model, sources[0], out, device, progress) as evaluation:
         # NanoBEIR stands for its thirteen collections.
         names = [name for source in sources for name in expand_name(source)]
         settings = _Settings(
@@ -199,7 +179,7 @@ def _evaluate(
         lambda: evaluation.conclude(
             "Retrieval",
             ", ".join(collections),
-            _facts(evaluation.model, split, settings),
+            _facts(split, settings),
             {"systems": metrics_document(results)},
             [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))],
         )
@@ -223,7 +203,7 @@ def _open_encoder(
     return encoder
 
 
-def _check_columns(data: Sequence[str], columns: Mapping[str, Any]) -> None:
+def _check_columns(data: Sequence[str], columns: PairColumns) -> None:
     """Raise if columns are named and none of the data has pairs in columns."""
     defaults = {"allow_outside": False}
     given = [name for name, value in columns.items() if value is not defaults.get(name)]
@@ -234,9 +214,9 @@ def _check_columns(data: Sequence[str], columns: Mapping[str, Any]) -> None:
         )
 
 
-def _facts(model: str, split: str, settings: _Settings) -> dict[str, object]:
+def _facts(split: str, settings: _Settings) -> dict[str, object]:
     """Return the settings that metrics.json and the report record."""
-    facts: dict[str, object] = {"model": model, "split": split, "depth": DEPTH}
+    facts: dict[str, object] = {"split": split, "depth": DEPTH}
     facts["keep_self_matches"] = settings.keep_self_matches
     if settings.documents is not None:
         facts["documents"] = settings.documents
@@ -376,7 +356,7 @@ def _over_index(indexed: Embeddings, source: str, split: str, settings: _Setting
     return RetrievalSet(queries, corpus, qrels)
 
 
-def _open_pairs(source: str, split: str, columns: Mapping[str, Any]) -> RetrievalSet:
+def _open_pairs(source: str, split: str, columns: PairColumns) -> RetrievalSet:
     """Open pairs as a collection: left items are the queries, right items (up to 100,000) the
     corpus."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from dualenc.evaluation.zero_shot import (
     zero_shot_accuracy,
 )
 from dualenc.types import Integers, StrPath
-from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult
+from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import open_images, require_labels
 from dualenc.workflows.session import short_name
 
@@ -77,15 +77,14 @@ def evaluate_zero_shot(
     Raises:
         DualencError: if the images lack labels or the classes lack names.
     """
-    with EvaluationFolder(
-        "zero-shot", model, data, out=out, device=device, progress=progress
-    ) as evaluation:
+    with evaluation_of("zero-shot", model, data, out, device, progress) as evaluation:
         prompt_templates = TEMPLATES if templates is None else read_templates(templates)
         split = split or default_split(data)
         images = open_images(data, split, label_column)
         labels = require_labels(images, f"{data}, {split}")
-        classes = _name_classes(class_names, images.class_names, labels, data)
-        prompts = class_prompts(classes.names, prompt_templates)
+        # Before the model is loaded: class names that do not fit the labels are the usual mistake.
+        names, labels = _name_classes(class_names, images.class_names, labels, data)
+        prompts = class_prompts(names, prompt_templates)
         corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
         encoder = evaluation.open("image-text")
         embedded = evaluation.embed(
@@ -95,49 +94,42 @@ def evaluate_zero_shot(
             "embeddings/prompts", encoder, "right", corpus, batch_size
         )
         prompt_vectors = np.asarray(embedded_prompts.vectors, np.float32)
-        class_vectors = class_embeddings(prompt_vectors, len(classes.names))
+        class_vectors = class_embeddings(prompt_vectors, len(names))
         # Images that could not be read are not embedded.
-        labels = classes.labels[rows_of(images.ids, embedded.ids)]
+        labels = labels[rows_of(images.ids, embedded.ids)]
         vectors = np.asarray(embedded.vectors, np.float32)
         ranks = best_positive_ranks(vectors, class_vectors, labels[:, None].tolist())
-        classes = classes._replace(labels=labels)
-        facts: dict[str, object] = {"model": model, "data": data, "split": split}
         return distributed.from_main(
-            lambda: _conclude(evaluation, short_name(data), facts, classes, ranks)
+            lambda: _conclude(evaluation, data, split, names, labels, ranks)
         )
-
-
-class _Classes(NamedTuple):
-    """Readable class names, and labels (N,) in their numbers."""
-
-    names: list[str]
-    labels: np.ndarray
 
 
 def _conclude(
     evaluation: EvaluationFolder,
-    name: str,
-    facts: dict[str, object],
-    classes: _Classes,
+    data: str,
+    split: str,
+    names: Sequence[str],
+    labels: np.ndarray,
     ranks: Integers,
 ) -> EvaluationResult:
     """Write accuracies over all images and by class."""
     by_class: list[dict[str, Any]] = []
-    for number in np.unique(classes.labels).tolist():
-        own = ranks[classes.labels == number]
+    for number in np.unique(labels).tolist():
+        own = ranks[labels == number]
         by_class.append(
             {
-                "class": classes.names[number],
+                "class": names[number],
                 "images": len(own),
                 "top@1": float(np.mean(own == 1)),
             }
         )
-    scores = zero_shot_accuracy(ranks, classes.labels, len(classes.names), CUTOFFS)
-    sizes = {"images": len(ranks), "classes": len(classes.names)}
+    scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
+    name = short_name(data)
+    sizes = {"images": len(ranks), "classes": len(names)}
     return evaluation.conclude(
         "Zero-shot classification",
         name,
-        facts,
+        {"data": data, "split": split},
         {**sizes, "metrics": scores, "per_class": by_class},
         [
             Table("Zero-shot classification", [{"data": name, **sizes, **scores}]),
@@ -148,7 +140,7 @@ def _conclude(
 
 def _name_classes(
     file: str | None, recorded: Sequence[str] | None, labels: np.ndarray, data: str
-) -> _Classes:
+) -> tuple[list[str], np.ndarray]:
     """Return readable names of all classes, and the labels (N,) in their numbers.
 
     Args:
@@ -173,7 +165,7 @@ def _name_classes(
     listed_or_ids = {*lines, *(line.split()[0] for line in lines)}
     if not are_numbers(recorded) and set(recorded) <= listed_or_ids:
         # A file may list the classes of the data in another order, and others among them.
-        return _Classes(names, align_labels(labels, recorded, lines, data))
+        return names, align_labels(labels, recorded, lines, data)
     starts_at_one = labels.min(initial=2) == 1 and labels.max() == len(names)
     if file is not None and are_numbers(recorded) and starts_at_one:
         if distributed.is_main():
@@ -185,30 +177,23 @@ def _name_classes(
             fix="name every class, that of label 0 first",
             where=file or data,
         )
-    listed = [readable_class(name).casefold() for name in lines]
+    listed = [name.casefold() for name in names]
     own = [readable_class(name).casefold() for name in recorded]
     if len(set(listed)) == len(listed) and set(own) <= set(listed):
-        return _Classes(names, align_labels(labels, own, listed, data))
+        return names, align_labels(labels, own, listed, data)
     if not are_numbers(own):
         _check_order(file, listed, own)
-    return _Classes(names, labels)
+    return names, labels
 
 
 def _check_order(file: str | None, listed: Sequence[str], recorded: Sequence[str]) -> None:
     """Raise unless the names in a file can stand for the classes of the data in their order."""
     moved = [name for name, line in zip(recorded, listed) if name != line and name in listed]
-    fix = "name each class of the data, or use its names"
     if moved:
-        raise DualencError(
-            f"lists {moved[0]} at the place of another class of the data, and not all of them by "
-            "name",
-            fix=fix,
-            where=file or "",
-        )
-    if len(recorded) != len(listed):
-        raise DualencError(
-            f"{len(listed)} class names for {len(recorded)} classes, which it does not list by "
-            "name",
-            fix=fix,
-            where=file or "",
-        )
+        problem = f"lists {moved[0]} at the place of another class of the data, and not all of them"
+    elif len(recorded) != len(listed):
+        problem = f"{len(listed)} class names for {len(recorded)} classes, which it does not list"
+    else:
+        return
+    fix = "name each class of the data, or use its names"
+    raise DualencError(f"{problem} by name", fix=fix, where=file or "")

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
-from dualenc.evaluation.report_page import Table, check_report_target, write_report
-from dualenc.io.files import (
-    check_file_target,
-    check_folder_target,
-    check_writable,
-    write_json,
-)
+from dualenc.evaluation.report_page import Table
 from dualenc.io.reading import read_json_object
-from dualenc.io.targets import check_outside
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.types import StrPath
+from dualenc.workflows.result_folder import RESULT, check_result_folder, write_results
 from dualenc.workflows.session import (
     embed_into,
     open_model,
@@ -33,12 +26,12 @@ from dualenc.workflows.session import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from dualenc.data import Corpus
     from dualenc.encoders import DualEncoder, Tower
     from dualenc.types import Side
 
-RESULT = "metrics.json"
-PAGE = "report.html"
 UNFINISHED = (
     "embeddings/*/meta.json",
     "*/embeddings/*/meta.json",
@@ -68,69 +61,57 @@ class EvaluationResult:
     facts: Mapping[str, Any]
 
 
-class EvaluationFolder:
-    """The output folder of one task, such as "retrieval". It is locked inside a `with` block.
+@contextmanager
+def evaluation_of(
+    task: str, model: str, data: str, out: StrPath | None, device: str | None, progress: bool
+) -> Iterator[EvaluationFolder]:
+    """Check and lock the output folder of one task in this context.
 
-        with EvaluationFolder("retrieval", "runs/first/model", "data/scifact") as evaluation:
+        with evaluation_of("retrieval", "model", "data/scifact", None, None, True) as evaluation:
             encoder = evaluation.open("query-document")
 
     Args:
         task: task of `dualenc evaluate`, such as "retrieval".
         model: model folder or name.
         data: evaluated data; its name is part of the default folder.
-        out: folder to write; by default evaluations/TASK/MODEL-DATA-HASH.
-        device: torch device such as "cpu" or "cuda:0"; by default a GPU if there is one.
+        out: folder to write; None takes evaluations/TASK/MODEL-DATA-HASH.
+        device: torch device such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
 
     Raises:
         DualencError: if the folder holds other files, another task or a run in progress.
     """
+    default = f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}"
+    folder = Path(out or default)
+    # Everything that can be refused is refused before hours of encoding.
+    check_result_folder(folder, task, f"evaluation of {task}", _has_embeddings)
+    evaluation = EvaluationFolder(task, model, folder, start_processes(device), progress)
+    # Two evaluations in one folder would replace each other's embeddings.
+    with writing(folder):
+        yield evaluation
 
-    def __init__(
-        self,
-        task: str,
-        model: str,
-        data: str,
-        *,
-        out: StrPath | None = None,
-        device: str | None = None,
-        progress: bool = True,
-    ) -> None:
-        default = f"evaluations/{task}/{short_name(model)}-{_distinct_name(data)}"
-        self.task = task
-        self.model = model
-        self.folder = Path(out or default)
-        self.progress = progress
-        self.weights: list[str] = []
-        self.num_skipped = 0
-        # Everything that can be refused is refused before hours of encoding.
-        check_outside(self.folder)
-        check_writable(self.folder)
-        check_folder_target(self.folder, self._is_own_folder, f"evaluation of {task}")
-        check_file_target(self.folder / RESULT)
-        check_report_target(self.folder / PAGE)
-        self.device = start_processes(device)
-        self._lock = ExitStack()
 
-    def __enter__(self) -> Self:
-        self._lock.enter_context(writing(self.folder))
-        return self
+@dataclass
+class EvaluationFolder:
+    """The output folder of one task, which `evaluation_of` has checked and locked.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        # With the error, so that folders that were made for a refused evaluation are removed.
-        self._lock.__exit__(kind, error, traceback)
+    Attributes:
+        task: task of `dualenc evaluate`, such as "retrieval".
+        model: model folder or name.
+        folder: folder to write.
+        device: device to compute on.
+        progress: show progress bars.
+        weights: checksums of the evaluated towers.
+        num_skipped: number of items that could not be embedded.
+    """
 
-    def _is_own_folder(self, folder: Path) -> bool:
-        """Return True if the folder holds this task's results, or an interrupted evaluation."""
-        if (folder / RESULT).is_file():
-            return read_json_object(folder / RESULT).get("task") == self.task
-        # An interrupted evaluation has embeddings, which the same command reuses.
-        return any(True for pattern in UNFINISHED for _ in folder.glob(pattern))
+    task: str
+    model: str
+    folder: Path
+    device: torch.device
+    progress: bool
+    weights: Sequence[str] = ()
+    num_skipped: int = 0
 
     def check_weights(self, *towers: Tower) -> None:
         """Record the checksums of the evaluated towers.
@@ -190,17 +171,23 @@ class EvaluationFolder:
         Args:
             task: readable name of the task, for the heading of the report.
             on: name of the data, for the heading.
-            facts: settings of the evaluation by name.
+            facts: settings of the evaluation by name, without the model.
             metrics: measured values by name.
             tables: tables of the report.
         """
+        facts = {"model": self.model, **facts}
+        # Metrics over fewer items than the data has should say so.
         if self.num_skipped:
-            facts = {**facts, "skipped": self.num_skipped}
+            facts["skipped"] = self.num_skipped
         title = f"{task}: {short_name(self.model)} on {on}"
-        contents = {"task": self.task, **facts, "weights": self.weights, **metrics}
-        write_json(self.folder / RESULT, contents)
-        write_report(self.folder / PAGE, title, facts=facts, tables=tables)
+        measured = {"weights": self.weights, **metrics}
+        write_results(self.folder, title, self.task, facts, measured, tables)
         return EvaluationResult(self.folder, metrics, tables, facts)
+
+
+def _has_embeddings(folder: Path) -> bool:
+    """Return True if a folder has embeddings of an evaluation, which the same command reuses."""
+    return any(any(folder.glob(pattern)) for pattern in UNFINISHED)
 
 
 def _distinct_name(data: str) -> str:

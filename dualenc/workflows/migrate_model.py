@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from dualenc.data import Corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
+from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
 from dualenc.io.files import locked, write_json
 from dualenc.io.provenance import META, Provenance
@@ -141,8 +142,9 @@ def migrate(
         opened = _open(index, new_model, data, queries, device)
         if isinstance(opened, MigrationReport):
             return opened
-        steps = _Steps(opened, batch_size, progress)
-        report = _report(opened, steps, anyway)
+        steps = _Steps(*opened, batch_size, progress)
+        report = _report(index, steps, anyway)
+        # Before hours of embedding, so that a user can stop them by what is measured.
         if on_report is not None:
             on_report(report)
         if report_only:
@@ -190,15 +192,12 @@ def _check_single_process() -> None:
         raise DualencError("dualenc migrate runs in one process", fix="start it without accelerate")
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """An index, the new model and the texts of a migration that can start."""
+class _Opened(NamedTuple):
+    """A migration that can start: its work folder, the documents and queries, and the new model."""
 
-    folder: str
     migration: Migration
     texts: Texts
     encoder: DualEncoder
-    page: Path
 
 
 def _open(
@@ -218,30 +217,11 @@ def _open(
         _check_kind(folder, index.provenance)
         encoder = open_model(name, ("query-document",), start_processes(device))
         checksum = tower_checksum(encoder.right)
-        mapped = index.provenance.mapped
-        if index.provenance.model_checksum == checksum and not mapped:
+        if index.provenance.model_checksum == checksum and not index.provenance.mapped:
             _clean_up(folder, checksum)
             model = recorded_name(name)
             return MigrationReport(folder, "unchanged", len(index), model, model)
-        plan = read_plan(folder)
-        page = Path(f"{work_folder(folder)}.html")
-        check_report_target(page, "move it away")
-        # Mapped vectors can only be replaced with the texts and maps of their work folder.
-        if mapped and (plan is None or "ended" in plan):
-            raise DualencError(
-                f"{mapped:,} vectors are mapped, and its work folder is gone",
-                fix="rebuild it",
-                where=folder,
-            )
-        if len(index) < MIN_DOCUMENTS:
-            raise DualencError(
-                f"{len(index)} documents are too few to learn maps from",
-                fix="build the index again with the new model",
-                where=folder,
-            )
-        # Raises if the kind of index does not fit the new dimension.
-        about = index.provenance
-        new_index(encoder.right.dim, about.factory or "", about.metric, len(index))
+        _check_can_migrate(folder, index, encoder.right.dim)
         texts = open_migration_texts(folder, index, data, queries)
         notes = {
             "model": recorded_name(name),
@@ -252,13 +232,41 @@ def _open(
         # Other texts or queries must not resume this migration.
         past = "" if texts.past is None else texts.past.identity()
         inputs = {"texts": texts.corpus.identity(), "queries": past}
+        # Recorded last, when nothing more can be refused.
         migration = Migration(folder, notes, inputs)
-    return _Opened(folder, migration, texts, encoder, page)
+    return _Opened(migration, texts, encoder)
 
 
-def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
+def _check_can_migrate(folder: str, index: Index, dim: int) -> None:
+    """Raise unless an index can get vectors of a new dimension, and its report be written."""
+    plan = read_plan(folder)
+    check_report_target(_page(work_folder(folder)), "move it away")
+    about = index.provenance
+    # Mapped vectors can only be replaced with the texts and maps of their work folder.
+    if about.mapped and (plan is None or "ended" in plan):
+        raise DualencError(
+            f"{about.mapped:,} vectors are mapped, and its work folder is gone",
+            fix="rebuild it",
+            where=folder,
+        )
+    if len(index) < MIN_DOCUMENTS:
+        raise DualencError(
+            f"{len(index)} documents are too few to learn maps from",
+            fix="build the index again with the new model",
+            where=folder,
+        )
+    # Raises if the kind of index does not fit the new dimension.
+    new_index(dim, about.factory or "", about.metric, len(index))
+
+
+def _page(work: Path) -> Path:
+    """Return the path of the report beside a work folder, which is removed at the end."""
+    return Path(f"{work}.html")
+
+
+def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
     """Measure, unless an interrupted run has, and write the page."""
-    migration = opened.migration
+    migration = steps.migration
     measured = migration.report
     if measured is None:
         measured = steps.measure()
@@ -268,7 +276,7 @@ def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
         # Without judgements nothing forbids mapped vectors: the user takes the risk.
         served = list(SHARES)
     report = MigrationReport(
-        index=opened.folder,
+        index=index,
         state="measured",
         num_vectors=len(migration.old),
         model=migration.notes["model"],
@@ -276,9 +284,9 @@ def _report(opened: _Opened, steps: _Steps, anyway: bool) -> MigrationReport:
         facts=measured["facts"],
         systems=measured["systems"],
         served=served,
-        page=opened.page,
+        page=_page(migration.work),
     )
-    write_report(opened.page, TITLE, facts=report.facts, tables=[report.table()])
+    write_report(_page(migration.work), TITLE, facts=report.facts, tables=[report.table()])
     return report
 
 
@@ -323,15 +331,17 @@ def _clean_up(folder: str, checksum: str) -> None:
     )
 
 
+@dataclass(eq=False)
 class _Steps:
     """Embedding and measuring with the new model."""
 
-    def __init__(self, opened: _Opened, batch_size: int, progress: bool) -> None:
-        self.migration = opened.migration
-        self.texts = opened.texts
-        self.encoder = opened.encoder
-        self.batch_size = batch_size
-        self.progress = progress
+    migration: Migration
+    texts: Texts
+    encoder: DualEncoder
+    batch_size: int
+    progress: bool
+
+    def __post_init__(self) -> None:
         work = self.migration.work
         self.old = open_documents(work / "old", work)
         judged: set[str] = set()
@@ -383,63 +393,61 @@ class _Steps:
         # Documents that queries find often come first, so that quality recovers early.
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
+        # Each document is mapped by a map that was learned without it, as those outside the sample.
+        fold = maps.folds(len(old))
+        mapped = maps.out_of_fold(old, new, fold)
+        sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
         if old_tower is not None and self.texts.judged is not None:
             truth = "judged documents"
-            scores = self._judged_scores(old, new, order, old_tower, *self.texts.judged)
+            scores = self._judged_scores(sample, old_tower, *self.texts.judged)
         else:
             truth = "the new model's neighbours of documents"
-            scores = self._neighbour_scores(old, new, order)
+            scores = self._neighbour_scores(sample, fold)
         systems = measures.summarize(scores)
+        facts = self._facts(len(order), len(scores[measures.NEW]["recall@10"]), truth, len(past))
+        report = {"facts": facts, "systems": systems, "served": measures.served_shares(systems)}
+        # Last: a resumed run takes the report as a sign that all of the above is written.
+        write_json(self.migration.work / "report.json", report)
+        return report
+
+    def _facts(
+        self, num_documents: int, num_queries: int, truth: str, num_past: int
+    ) -> dict[str, Any]:
+        """Return the settings and counts that the report shows."""
+        num_sampled = len(self.rows)
         facts = {
             "old model": self.migration.old.provenance.model,
             "new model": self.migration.notes["model"],
             "kind of index": self.migration.old.provenance.factory,
-            "documents": len(order),
-            "sample": len(old),
-            "queries": len(scores[measures.NEW]["recall@10"]),
+            "documents": num_documents,
+            "sample": num_sampled,
+            "queries": num_queries,
             "relevant are": truth,
-            "queries that decide the order": len(past),
+            "queries that decide the order": num_past,
         }
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
             facts["seconds for the sample"] = self.seconds
-            rest = self.seconds * (len(order) / len(old) - 1)
+            rest = self.seconds * (num_documents / num_sampled - 1)
             facts["seconds for the others, estimated"] = rest
-        report = {"facts": facts, "systems": systems, "served": measures.served_shares(systems)}
-        write_json(self.migration.work / "report.json", report)
-        return report
-
-    def _sample(
-        self, old: np.ndarray, new: np.ndarray, order: np.ndarray, fold: np.ndarray
-    ) -> measures.Sample:
-        """Return the sample (n, D) with vectors mapped by maps that were learned without them."""
-        mapped = maps.out_of_fold(old, new, fold)
-        return measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
+        return facts
 
     def _judged_scores(
-        self,
-        old: np.ndarray,
-        new: np.ndarray,
-        order: np.ndarray,
-        old_tower: Tower,
-        queries: Corpus,
-        qrels: Mapping[str, Mapping[str, int]],
+        self, sample: measures.Sample, old_tower: Tower, queries: Corpus, qrels: Qrels
     ) -> dict[str, measures.Scores]:
         """Measure with relevance judgements of queries."""
-        sample = self._sample(old, new, order, maps.folds(len(old)))
         old_queries = self._embed_queries(old_tower, queries, self.old.dim)
         new_queries = self._embed_queries(self.encoder.left, queries)
         # The reverse map: new queries over old vectors.
-        mapped_queries = maps.fit(new, old)(new_queries)
+        mapped_queries = maps.fit(sample.new, sample.old)(new_queries)
         systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
         return measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
 
     def _neighbour_scores(
-        self, old: np.ndarray, new: np.ndarray, order: np.ndarray
+        self, sample: measures.Sample, fold: np.ndarray
     ) -> dict[str, measures.Scores]:
         """Measure with documents as queries; what the new model finds counts as relevant."""
-        fold = maps.folds(len(old))
-        sample = self._sample(old, new, order, fold)
+        old, new, *_ = sample
         rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
         # The map of the queries must not have seen them.
         mapped_queries = maps.fit(new[fold != 0], old[fold != 0])(new[rows])

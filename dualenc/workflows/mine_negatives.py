@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 from dualenc.data.corpus import corpora
 from dualenc.data.readers.sources import open_pairs
@@ -18,7 +18,8 @@ from dualenc.search.mining import (
     check_modalities,
     mine_negatives,
 )
-from dualenc.types import Modality, StrPath
+from dualenc.types import StrPath
+from dualenc.workflows.pair_columns import PairColumns
 from dualenc.workflows.session import embed_into, open_model, start_processes, writing
 
 
@@ -53,16 +54,10 @@ def mine(
     seed: int = 0,
     form: Form = "flagembedding",
     split: str = "train",
-    left_column: str | None = None,
-    right_column: str | None = None,
-    left_modality: Modality | None = None,
-    right_modality: Modality | None = None,
-    weight_column: str | None = None,
-    quotes: bool | None = None,
-    allow_outside: bool = False,
     batch_size: int = 32,
     device: str | None = None,
     progress: bool = True,
+    **columns: Unpack[PairColumns],
 ) -> MiningReport:
     """Mine hard negatives: documents that a model ranks high and that are not judged relevant.
 
@@ -86,16 +81,11 @@ def mine(
         form: "flagembedding" for {"query", "pos", "neg", …} rows, which `dualenc train` reads too;
             "sentence-transformers" for rows with anchor, positive, negative_1, …
         split: split of a data set that has several.
-        left_column: column of a table of pairs with the queries.
-        right_column: column of a table of pairs with the documents.
-        left_modality: modality of the left column; by default detected from its values.
-        right_modality: modality of the right column; by default detected from its values.
-        weight_column: column with labels, grades or weights, 0 for rows that do not match.
-        quotes: whether double quotes enclose fields of a table; by default detected.
-        allow_outside: allow image paths that lead out of the table's folder.
         batch_size: number of items per forward pass.
         device: torch device such as "cpu" or "cuda:0"; by default a GPU if there is one.
         progress: show progress bars.
+        columns: how the columns of a table are read, see
+            `dualenc.workflows.pair_columns.PairColumns`.
 
     Returns:
         The counts, the written file and the folder of embeddings.
@@ -106,23 +96,14 @@ def mine(
     rule = Rule(num_negatives, first_rank, last_rank, relative, pick, seed)
     target = Path(out)
     folder = Path(f"{target}-embeddings")
-    # Outputs are refused before hours of work.
+    # Before the model is loaded and hours of embedding: what would be refused at the end.
     check_mined(target)
     check_writable(target.parent)
     check_folder_target(folder, are_embeddings, "embeddings of mining")
     device_to_use = start_processes(device)
-    pairs = open_pairs(
-        data,
-        left_column=left_column,
-        right_column=right_column,
-        left_modality=left_modality,
-        right_modality=right_modality,
-        weight_column=weight_column,
-        quotes=quotes,
-        allow_outside=allow_outside,
-        split=split,
-    )
-    # Distinct items of both sides, each embedded once.
+    pairs = open_pairs(data, split=split, **columns)
+    # Distinct items of both sides, each embedded once. Their modalities are known before the model
+    # is loaded.
     left, right = corpora(pairs)
     check_modalities(left, right, form)
     encoder = open_model(model, ("query-document", "vector"), device_to_use)

@@ -6,12 +6,14 @@ import logging
 import re
 from contextlib import closing
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import check_writable, locked
+from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import is_postgres, push_embeddings
 from dualenc.search.engines.pushed_folder import check_push_target, is_pushed, read_pushed
 from dualenc.types import Metric, StrPath
@@ -93,12 +95,10 @@ def push(
         DualencError: if the target cannot be reached or holds something else.
     """
     source = Path(embeddings).resolve()
-    # Quoted: a dot in the name of a folder does not separate a schema from a table.
-    name = table or '"{}"'.format(source.name.replace('"', '""'))
-    if not is_postgres(target):
-        if index != "hnsw":
-            raise DualencError("--index is of PostgreSQL", fix="leave it out")
-        name = table or re.sub(r"[^A-Za-z0-9_-]+", "-", source.name).strip("-_") or "embeddings"
+    name = table or _default_name(source, target)
+    # Everything that can be refused is refused before the first row is sent.
+    if not is_postgres(target) and index != "hnsw":
+        raise DualencError("--index is of PostgreSQL", fix="leave it out")
     if recall is not None and filters is None:
         raise DualencError("--recall is measured under filters", fix="name them by --filters")
     checked = checked_filters(filters, queries)
@@ -106,34 +106,43 @@ def push(
     check_push_target(folder)
     check_writable(folder)
     opened = Embeddings.open(embeddings)
+    # The folder records one engine: a second push would overwrite the settings of the first.
     with locked(folder, wait=False):
         engine, sent = push_embeddings(
             opened, target, name, metric=metric, index=index, replace=replace, progress=progress
         )
         with closing(engine):
-            engine.record(embeddings=str(source))
-            earlier = read_pushed(folder) if is_pushed(folder) else None
-            if earlier is not None and engine.is_remembered(earlier):
-                # A second push keeps the settings that were measured.
-                engine.record(settings=earlier.settings)
-            engine.save(folder)
-            stored: dict[str, Any] = {
-                "location": engine.location,
-                "count": len(engine),
-                "dim": engine.dim,
-                "metric": engine.provenance.metric,
-                "sent": sent,
-            }
+            _record(engine, source, folder)
+            metric = engine.provenance.metric
+            result = PushResult(folder, engine.location, len(engine), engine.dim, metric, sent)
             # Logged before the measurement, which may fail after hours of sending.
             logger.info(
                 "%s vectors of dimension %d (%s) → %s; %s sent",
-                f"{len(engine):,}",
-                engine.dim,
-                engine.provenance.metric,
-                engine.location,
-                f"{sent:,}",
+                f"{result.count:,}",
+                result.dim,
+                result.metric,
+                result.location,
+                f"{result.sent:,}",
             )
-            measured = None
-            if checked is not None:
-                measured = measure_recall(folder, engine, checked, queries, recall)
-    return PushResult(folder, **stored, recall=measured)
+            if checked is None:
+                return result
+            return replaced(result, recall=measure_recall(folder, engine, checked, queries, recall))
+
+
+def _default_name(embeddings: Path, target: str) -> str:
+    """Return the table or collection of an engine that is named after a folder."""
+    if is_postgres(target):
+        # Quoted: a dot in the name of a folder does not separate a schema from a table.
+        return '"{}"'.format(embeddings.name.replace('"', '""'))
+    # Names of collections are parts of URLs.
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", embeddings.name).strip("-_") or "embeddings"
+
+
+def _record(engine: Engine, embeddings: Path, folder: Path) -> None:
+    """Write where the vectors are, and keep the settings that an earlier push has measured."""
+    engine.record(embeddings=str(embeddings))
+    earlier = read_pushed(folder) if is_pushed(folder) else None
+    # Settings of another collection do not hold for this one.
+    if earlier is not None and engine.is_remembered(earlier):
+        engine.record(settings=earlier.settings)
+    engine.save(folder)

@@ -55,6 +55,7 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
         DualencError: if a folder is not a run, or matplotlib is not installed.
     """
     target = Path(out or Path(run) / "report.html")
+    # Before the logs are read, which may be large.
     check_report_target(target)
     folders = [str(folder) for folder in (run, *others)]
     runs = [read_run(Path(folder)) for folder in folders]
@@ -66,11 +67,9 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     tables = [Table("Metrics on held-out data", ends)] if ends else []
     figures = []
     for name in _drawn_names(runs):
-        curves = {}
-        for each in runs:
-            steps, values = each.curve(name)
-            if steps:
-                curves[each.name] = (steps, values)
+        curves = {each.name: each.curve(name) for each in runs}
+        # A run without this metric would draw an empty line, and stand in the legend.
+        curves = {run: curve for run, curve in curves.items() if curve[0]}
         figures.append(Figure(name, lines(curves, xlabel="step")))
     facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     title = "Training" if len(runs) == 1 else "Trainings side by side"
