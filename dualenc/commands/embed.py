@@ -34,6 +34,7 @@ def embed(
             that encodes what the data holds.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
+    # Imported here: with torch at the top, `--help` would take seconds.
     from dualenc import distributed
     from dualenc.workflows import embed_corpus
     from dualenc.workflows.session import describe_embeddings

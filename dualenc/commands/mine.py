@@ -83,6 +83,7 @@ def mine(
         **vars(rule),
         **vars(columns),
     )
+    # The processes of `accelerate launch` share the work and return the same counts.
     if not distributed.is_main():
         return
     # Every reason for a dropped candidate has its row: a window that drops too much shows there.

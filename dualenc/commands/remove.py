@@ -12,6 +12,7 @@ def remove(index: str, ids: str) -> None:
         index: folder of the index.
         ids: text file with one id per line.
     """
+    # Imported here, as it brings faiss.
     from dualenc.workflows import change_index
 
     done = change_index.remove(index, ids)

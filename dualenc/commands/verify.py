@@ -11,6 +11,7 @@ def verify(folder: str) -> None:
     Args:
         folder: an index, with its BM25 and texts, or embeddings.
     """
+    # Imported here, as it brings faiss.
     from dualenc.workflows import verify_folder
 
     done = verify_folder.verify(folder)

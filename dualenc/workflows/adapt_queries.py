@@ -211,25 +211,17 @@ class _Run:
     settings: _Settings
 
 
-class _Models(NamedTuple):
-    """The model before training, the one with the best weights, and the training result."""
-
-    original: DualEncoder
-    adapted: DualEncoder
-    training: TrainingResult
-
-
 def _adapt(
     run: _Run, tasks: Mapping[str, IndexEvaluator], keep: float | None, resume: bool
 ) -> AdaptResult:
     """Train, measure, choose the share of the original weights, and write model and report."""
-    models = _train(run, resume)
+    original, adapted, training = _train(run, resume)
     # A given share may lie between the usual ones.
     shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
-    points = score_interpolations(models.original, models.adapted, tasks, shares)
+    points = score_interpolations(original, adapted, tasks, shares)
     share, reason = _choose_share(points, keep, run.split.unmeasured)
-    models.adapted.load_state_dict(interpolate(models.original, models.adapted, share))
-    checksum = _save(run, models.adapted)
+    adapted.load_state_dict(interpolate(original, adapted, share))
+    checksum = _save(run, adapted)
     result = AdaptResult(
         folder=run.folder,
         model_folder=run.folder / "model",
@@ -237,7 +229,7 @@ def _adapt(
         quality=quality_rows(points, share),
         forgetting=forgetting(points, share),
         facts={
-            **_facts(run, models.training),
+            **_facts(run, training),
             "original weights kept": share,
             "model": str(run.folder / "model"),
             "checksum of the index": checksum,
@@ -252,10 +244,11 @@ def _adapt(
     return result
 
 
-def _train(run: _Run, resume: bool) -> _Models:
-    """Train the query side on the clicks, and load the best weights."""
+def _train(run: _Run, resume: bool) -> tuple[DualEncoder, DualEncoder, TrainingResult]:
+    """Return the model before training, the one with the best weights, and the training result."""
     side = run.side
     pairs = run.split.parts.train
+    # Initial weights depend on the seed alone, and not on what was embedded before.
     seed_everything(run.settings.seed)
     original = side.new_model(pairs.left_dim)
     # A model that cannot be saved should fail before the training.
@@ -271,7 +264,7 @@ def _train(run: _Run, resume: bool) -> _Models:
         evaluator=evaluator,
         resume=resume,
     )
-    return _Models(original, load_model(training.model_folder, side.device), training)
+    return original, load_model(training.model_folder, side.device), training
 
 
 def _trainer(run: _Run) -> Trainer:

@@ -161,6 +161,7 @@ class QuerySide:
             ids: ids of the documents in training pairs, which the model remembers.
         """
         model = trained
+        # A user has texts: the map is saved together with the model whose vectors it maps.
         if self.text is not None and isinstance(trained, VectorEncoder):
             model = with_map(self.text, trained.left)
         if not isinstance(model, IndexEncoder):
@@ -197,10 +198,10 @@ def score_interpolations(
     points = []
     for keep in shares:
         model.load_state_dict(interpolate(original, adapted, keep))
-        scores = {}
-        for name, evaluator in tasks.items():
-            per_query = evaluator.per_query(model)
-            scores[name] = np.array([metrics[evaluator.primary] for metrics in per_query.values()])
+        scores = {
+            name: np.array([row[evaluator.primary] for row in evaluator.per_query(model).values()])
+            for name, evaluator in tasks.items()
+        }
         points.append(Interpolated(keep, scores))
     return points
 
@@ -219,6 +220,7 @@ def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[st
     """
     if unharmed not in tasks:
         return 1.0
+    # New documents decide what is allowed: most documents of an index are in no click.
     original = max(points, key=lambda point: point.keep)
     least = original.scores[unharmed].mean()
     allowed = [point for point in points if point.scores[unharmed].mean() >= least]

@@ -86,6 +86,7 @@ def append(
         DualencError: an id exists already, a column or a text is missing, the vectors are of
             another model, or a migration is under way.
     """
+    # Everything that can be refused is refused before a model is loaded.
     check_target(index)
     if not is_index(index):
         raise DualencError("is not an index", fix="build one with `dualenc index`", where=index)
@@ -157,6 +158,7 @@ def remove(index: StrPath, ids: StrPath | Iterable[str]) -> IndexChange:
         DualencError: an id is not in the index, nothing would be left, the file cannot be read, or
             a migration is under way.
     """
+    # Read before the index is locked: a wrong file should not stop other writers.
     names = _read_ids(Path(ids)) if isinstance(ids, str | os.PathLike) else list(ids)
     changed = change.remove(index, names)
     return IndexChange(Path(index), len(set(names)), len(changed))

@@ -113,6 +113,7 @@ def evaluate_corrupted(
         DualencError: if labels are missing, or the images to test are those to train on.
     """
     split = split or default_split(data)
+    # Before the folder is locked and the model loaded.
     if train is not None:
         require_other_images(train, train_split, data, split)
     elif train_limit is not None or train_split != TRAIN_SPLIT:
@@ -124,6 +125,7 @@ def evaluate_corrupted(
         if train is not None:
             images = open_images(train, train_split, label_column, limit=train_limit, seed=seed)
             training = _open_training(images, f"{train} ({train_split})", source)
+        # After the labels and the baseline, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
         measuring = _Measuring(tower, limit, seed, num_workers, progress)
         metrics, tables = _measure_retrieval(measuring, source, clean, severity)
@@ -184,6 +186,7 @@ def _open_versions(
     """Open the corrupted images, and the clean ones if they are available."""
     source: CorruptedImages
     clean = None
+    # Published sets hold corrupted images only: retrieval among clean ones is then left out.
     if is_corrupted_folder(data):
         source = read_corrupted(data, corruptions)
     else:

@@ -60,6 +60,7 @@ def evaluate_image_text(
     with evaluation_of("image-text", model, data, out, device, progress) as evaluation:
         split = split or default_split(data)
         pairs = open_pairs(data, split=split, **columns).relevant()
+        # Before the model is loaded: wrong columns are the more common mistake.
         if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
             raise DualencError(
                 f"pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text",
@@ -84,10 +85,10 @@ def _conclude(
     evaluation: EvaluationFolder, data: str, split: str, ranks: dict[str, Integers]
 ) -> EvaluationResult:
     """Write recall at each cutoff by direction."""
-    rows: list[dict[str, object]] = []
-    for direction, own in ranks.items():
-        label = direction.replace("_", " ")
-        rows.append({"direction": label, "queries": len(own), **recall_at(own, CUTOFFS)})
+    rows = [
+        {"direction": way.replace("_", " "), "queries": len(own), **recall_at(own, CUTOFFS)}
+        for way, own in ranks.items()
+    ]
     facts = {
         "data": data,
         "split": split,

@@ -86,6 +86,7 @@ def evaluate_probe(
         test_labels = align_labels(
             test_labels, test.class_names, training.class_names, f"{data} ({split})"
         )
+        # After the labels, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
         settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
         trained = labeled_features(evaluation, "train", tower, training, train_labels, **settings)

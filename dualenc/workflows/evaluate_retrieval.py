@@ -132,6 +132,7 @@ def evaluate_retrieval(
     Raises:
         DualencError: if the model cannot rank the data, or the folder holds something else.
     """
+    # A weight without a fusion would be ignored, and the numbers mistaken for weighted ones.
     if hybrid is None and weight != WEIGHT:
         raise DualencError("--weight is for --hybrid", fix="give both, or leave it out")
     sources = [str(source) for source in one_or_several(data)]
@@ -216,8 +217,11 @@ def _check_columns(data: Sequence[str], columns: PairColumns) -> None:
 
 def _facts(split: str, settings: _Settings) -> dict[str, object]:
     """Return the settings that metrics.json and the report record."""
-    facts: dict[str, object] = {"split": split, "depth": DEPTH}
-    facts["keep_self_matches"] = settings.keep_self_matches
+    facts: dict[str, object] = {
+        "split": split,
+        "depth": DEPTH,
+        "keep_self_matches": settings.keep_self_matches,
+    }
     if settings.documents is not None:
         facts["documents"] = settings.documents
     if settings.hybrid is not None:
@@ -272,9 +276,9 @@ def _other_runs(dense: Run, collection: RetrievalSet, settings: _Settings) -> di
     weights = [settings.weight, 1 - settings.weight]
     fused = {}
     for query in dense:
-        rankings = []
-        for run in (dense, words):
-            rankings.append([(name, run[query][name]) for name in ranked(run[query])])
+        rankings = [
+            [(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)
+        ]
         fused[query] = dict(fuse(rankings, settings.hybrid, weights=weights)[:DEPTH])
     return {BM25: words, HYBRID: fused}
 
@@ -291,6 +295,7 @@ def _open_collections(
                 f"two folders are named {name}", fix="rename one, or evaluate them one by one"
             )
         report_self_matches(name, collection, settings.keep_self_matches)
+        # Metrics, run files and folders go by this name.
         collections[name] = collection
     return collections
 

@@ -78,11 +78,11 @@ def evaluate_zero_shot(
         DualencError: if the images lack labels or the classes lack names.
     """
     with evaluation_of("zero-shot", model, data, out, device, progress) as evaluation:
+        # Mistakes in the user's files show before the model is loaded.
         prompt_templates = TEMPLATES if templates is None else read_templates(templates)
         split = split or default_split(data)
         images = open_images(data, split, label_column)
         labels = require_labels(images, f"{data}, {split}")
-        # Before the model is loaded: class names that do not fit the labels are the usual mistake.
         names, labels = _name_classes(class_names, images.class_names, labels, data)
         prompts = class_prompts(names, prompt_templates)
         corpus = Corpus([str(number) for number in range(len(prompts))], prompts, "text")
@@ -155,6 +155,7 @@ def _name_classes(
     recorded = recorded or ()
     lines = recorded if file is None else [line for _, line in read_lines(file)]
     names = [readable_class(line) for line in lines]
+    # A prompt such as "a photo of a 7" would measure nothing.
     if are_numbers(names):
         raise DualencError(
             "the classes are not named",

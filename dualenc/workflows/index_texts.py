@@ -35,6 +35,7 @@ def open_texts(folder: str, data: str | None, reading: ReadOptions) -> Corpus:
             fix="name it: index INDEX DATA --texts",
             where=folder,
         )
+    # Read as they were when they were embedded, or the ids would be others.
     options: dict[str, Any] = {**from_record(provenance, folder), **to_record(reading)}
     return open_corpus(recorded, modality="text", **options)
 

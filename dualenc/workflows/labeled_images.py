@@ -50,6 +50,7 @@ def open_images(
     images = open_corpus(data, modality="image", split=split, label_column=label_column)
     if images.modality != "image":
         raise DualencError(f"holds {images.modality}", fix="give images", where=data)
+    # An image without a label can be neither trained on nor counted as right or wrong.
     if images.labels is not None:
         rows = rows_with_label(images.labels, data, images.ids)
         images = images if len(rows) == len(images) else images.take(rows)

@@ -92,6 +92,7 @@ def evaluate_engine(
     """
     # Mistakes in the file are reported before an engine is connected.
     checked = checked_filters(filters, queries)
+    # Locked, since the chosen settings are written into the folder.
     with closing(open_searched(Path(folder))) as searched, locked(folder, wait=False):
         return measure_recall(Path(folder), searched, checked, queries, recall)
 

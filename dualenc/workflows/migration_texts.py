@@ -61,6 +61,7 @@ def open_migration_texts(folder: str, index: Index, data: str | None, queries: s
             data,
         )
     past = None
+    # A user's log shows what is searched; the queries of a test collection are a substitute.
     if queries is not None:
         past = open_corpus(queries, part="queries", modality="text")
     elif judged is not None:

@@ -169,6 +169,7 @@ def quickstart(
             folder,
         )
         pairs = BeirPairs(folder / "data", "train")
+        # The initial weights, which the table compares with the trained ones.
         torch.manual_seed(seed)
         untrained = new_model(pairs.corpus.items)
         collection = read_beir(folder / "data", "test")
@@ -179,6 +180,7 @@ def quickstart(
             collection.qrels,
             len(collection.corpus),
         )
+        # Timed on this machine, so that the quickstart takes minutes everywhere.
         steps = steps or affordable_steps(untrained, pairs, seed)
         logger.info(
             "batch_estimate is the loss log(Z/e⁺) over all documents, estimated from a batch: "

@@ -98,6 +98,7 @@ def writing(out: StrPath, wait: bool = False) -> Iterator[None]:
                 stack.enter_context(locked(out, wait))
             except DualencError as error:
                 problem = str(error)
+        # Without this, the other processes would wait for the main one forever.
         if problem := distributed.broadcast_object(problem):
             raise DualencError(problem)
         yield
@@ -167,5 +168,6 @@ def embed_into(
             expected["dim"] = options["dim"] or tower.dim
         if check_embeddings_target(folder) and read_provenance(folder).difference(expected):
             remove(folder)
+    # The others must not see embeddings that the main process is about to remove.
     distributed.barrier()
     return embed(tower, corpus, folder, progress=progress, identity=identity, **options)

@@ -67,9 +67,8 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     tables = [Table("Metrics on held-out data", ends)] if ends else []
     figures = []
     for name in _drawn_names(runs):
-        curves = {each.name: each.curve(name) for each in runs}
         # A run without this metric would draw an empty line, and stand in the legend.
-        curves = {run: curve for run, curve in curves.items() if curve[0]}
+        curves = {each.name: curve for each in runs if (curve := each.curve(name))[0]}
         figures.append(Figure(name, lines(curves, xlabel="step")))
     facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     title = "Training" if len(runs) == 1 else "Trainings side by side"

@@ -48,6 +48,7 @@ def verify(folder: StrPath) -> Verification:
     """
     kind: type[Index] | type[Embeddings] = Embeddings if is_embeddings(folder) else Index
     opened = kind.open(folder, verify=True)
+    # Texts and words have checksums of their own, and must belong to these vectors.
     if isinstance(opened, Index) and has_texts(folder):
         TextStore(folder, opened.items_checksum, verify=True)
     if isinstance(opened, Index) and has_lexical(folder):
