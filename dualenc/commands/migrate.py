@@ -89,6 +89,22 @@ def migrate(
     _print_outcome(index, new_model, report)
 
 
+def _describe_rollback(index: str, done: RolledBack) -> str:
+    """Return what a rollback has replaced, kept and removed."""
+    if done.was_over:
+        return "the rest of an ended migration is removed, the index is unchanged"
+    state = "nothing had been replaced, the index is unchanged"
+    if done.replaced:
+        state = "the old index is back"
+    name = done.model or "NEW_MODEL"
+    if done.kept:
+        again = f"go on: dualenc migrate {index} {name}"
+        remove = f"remove them: dualenc migrate {index} --rollback --discard"
+        kept = f"{done.kept:,} vectors of {name} stay in {index}.migration"
+        return f"{state}; {kept}; {again}, or {remove}"
+    return f"{state}; removed: the measurements and {done.removed:,} vectors of {name}"
+
+
 def _print_report(report: MigrationReport) -> None:
     """Print the measurements, and what they mean for the index."""
     from dualenc.evaluation.report_page import Table, print_table
@@ -122,19 +138,3 @@ def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:
         verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
         rest = "the old index is removed, and no rollback is left"
         print_line(f'{verdict}; {rest}; next: dualenc search {index} "…"')
-
-
-def _describe_rollback(index: str, done: RolledBack) -> str:
-    """Return what a rollback has replaced, kept and removed."""
-    if done.was_over:
-        return "the rest of an ended migration is removed, the index is unchanged"
-    state = "nothing had been replaced, the index is unchanged"
-    if done.replaced:
-        state = "the old index is back"
-    name = done.model or "NEW_MODEL"
-    if done.kept:
-        again = f"go on: dualenc migrate {index} {name}"
-        remove = f"remove them: dualenc migrate {index} --rollback --discard"
-        kept = f"{done.kept:,} vectors of {name} stay in {index}.migration"
-        return f"{state}; {kept}; {again}, or {remove}"
-    return f"{state}; removed: the measurements and {done.removed:,} vectors of {name}"

@@ -77,21 +77,6 @@ def search(
         _print_results(query, results, list(columns), searcher.index.has_snippets)
 
 
-def _print_results(
-    query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
-) -> None:
-    """Print results as a table, with the columns that were kept."""
-    from dualenc.evaluation.report_page import Table, print_table
-
-    names = ["rank", "id", "score", *columns]
-    if has_snippets:
-        names.append("snippet")
-    for result in results:
-        # As text: tables separate thousands, which is wrong for a year.
-        result.update({name: str(result[name]) for name in columns if result[name] is not None})
-    print_table(Table(query, [{name: result[name] for name in names} for result in results]))
-
-
 def _open(index: str, query: str, ranking: RankingOptions, options: SearchOptions) -> Searcher:
     """Open an index with the model and the texts that the query needs."""
     from dualenc.search.searcher import Searcher
@@ -157,3 +142,18 @@ def _item(query: str, modality: Modality) -> Any:
             f"holds {len(vectors)} vectors", fix="give the one to search with", where=query
         )
     return vectors[0].astype("float32")
+
+
+def _print_results(
+    query: str, results: list[dict[str, Any]], columns: list[str], has_snippets: bool
+) -> None:
+    """Print results as a table, with the columns that were kept."""
+    from dualenc.evaluation.report_page import Table, print_table
+
+    names = ["rank", "id", "score", *columns]
+    if has_snippets:
+        names.append("snippet")
+    for result in results:
+        # As text: tables separate thousands, which is wrong for a year.
+        result.update({name: str(result[name]) for name in columns if result[name] is not None})
+    print_table(Table(query, [{name: result[name] for name in names} for result in results]))

@@ -109,6 +109,31 @@ def append(
         return _append_embeddings(found.folder, grown, index, dim, corpus)
 
 
+def remove(index: StrPath, ids: StrPath | Iterable[str]) -> IndexChange:
+    """Remove vectors from an index by id, with their columns and texts.
+
+        from dualenc import remove
+
+        remove("index", ["d17", "d42"])
+        remove("index", "gone.txt")
+
+    Args:
+        index: folder of the index.
+        ids: ids to remove, or the path of a text file with one id per line.
+
+    Returns:
+        How many vectors were removed, and how many are left.
+
+    Raises:
+        DualencError: an id is not in the index, nothing would be left, the file cannot be read, or
+            a migration is under way.
+    """
+    # Read before the index is locked: a wrong file should not stop other writers.
+    names = _read_ids(Path(ids)) if isinstance(ids, str | os.PathLike) else list(ids)
+    changed = change.remove(index, names)
+    return IndexChange(Path(index), len(set(names)), len(changed))
+
+
 def _dim_of(grown: Index) -> int | None:
     """Return the dimension to cut new vectors to; None if the index does not record its model.
 
@@ -137,31 +162,6 @@ def _append_embeddings(
         )
     appended = change.append(out, added, corpus)
     return IndexChange(Path(out), len(added), len(appended))
-
-
-def remove(index: StrPath, ids: StrPath | Iterable[str]) -> IndexChange:
-    """Remove vectors from an index by id, with their columns and texts.
-
-        from dualenc import remove
-
-        remove("index", ["d17", "d42"])
-        remove("index", "gone.txt")
-
-    Args:
-        index: folder of the index.
-        ids: ids to remove, or the path of a text file with one id per line.
-
-    Returns:
-        How many vectors were removed, and how many are left.
-
-    Raises:
-        DualencError: an id is not in the index, nothing would be left, the file cannot be read, or
-            a migration is under way.
-    """
-    # Read before the index is locked: a wrong file should not stop other writers.
-    names = _read_ids(Path(ids)) if isinstance(ids, str | os.PathLike) else list(ids)
-    changed = change.remove(index, names)
-    return IndexChange(Path(index), len(set(names)), len(changed))
 
 
 def _read_ids(path: Path) -> list[str]:

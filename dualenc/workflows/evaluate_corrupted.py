@@ -143,43 +143,6 @@ def evaluate_corrupted(
         )
 
 
-class _Training(NamedTuple):
-    """Images to train a probe on, their labels, and the labels (N,) of the images to test."""
-
-    images: Corpus
-    labels: np.ndarray
-    tested_labels: np.ndarray
-
-
-def _open_training(images: Corpus, name: str, source: CorruptedImages) -> _Training:
-    """Check the labels; a class that the training images lack is refused before the encoding."""
-    labels = require_labels(images, name, for_training=True)
-    if source.labels is None:
-        raise DualencError(
-            "the images to test lack labels, which the robustness table needs",
-            fix="give a label column",
-        )
-    tested = align_labels(
-        source.labels, source.class_names, images.class_names, "the images to test"
-    )
-    return _Training(images, labels, tested)
-
-
-def _open_baseline(
-    path: str | None, train: str | None, source: CorruptedImages
-) -> dict[str, float] | None:
-    """Read a baseline's errors; a missing corruption is refused before hours of encoding."""
-    if path is None:
-        return None
-    if train is None:
-        raise DualencError(
-            "--baseline is for the errors of a linear probe", fix="name images to train it: --train"
-        )
-    baseline = read_baseline(path)
-    corruption_errors({name: [0.0] for name in source.corruptions}, baseline)
-    return baseline
-
-
 def _open_versions(
     data: str, split: str, label_column: str | None, corruptions: Sequence[str], seed: int
 ) -> tuple[CorruptedImages, CleanImages | None]:
@@ -200,6 +163,43 @@ def _open_versions(
             where=f"--corruptions {','.join(source.corruptions)}",
         )
     return source, clean
+
+
+def _open_baseline(
+    path: str | None, train: str | None, source: CorruptedImages
+) -> dict[str, float] | None:
+    """Read a baseline's errors; a missing corruption is refused before hours of encoding."""
+    if path is None:
+        return None
+    if train is None:
+        raise DualencError(
+            "--baseline is for the errors of a linear probe", fix="name images to train it: --train"
+        )
+    baseline = read_baseline(path)
+    corruption_errors({name: [0.0] for name in source.corruptions}, baseline)
+    return baseline
+
+
+class _Training(NamedTuple):
+    """Images to train a probe on, their labels, and the labels (N,) of the images to test."""
+
+    images: Corpus
+    labels: np.ndarray
+    tested_labels: np.ndarray
+
+
+def _open_training(images: Corpus, name: str, source: CorruptedImages) -> _Training:
+    """Check the labels; a class that the training images lack is refused before the encoding."""
+    labels = require_labels(images, name, for_training=True)
+    if source.labels is None:
+        raise DualencError(
+            "the images to test lack labels, which the robustness table needs",
+            fix="give a label column",
+        )
+    tested = align_labels(
+        source.labels, source.class_names, images.class_names, "the images to test"
+    )
+    return _Training(images, labels, tested)
 
 
 class _Measuring(NamedTuple):

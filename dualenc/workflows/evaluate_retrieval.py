@@ -146,6 +146,17 @@ def evaluate_retrieval(
         return _evaluate(evaluation, names, settings)
 
 
+def _check_columns(data: Sequence[str], columns: PairColumns) -> None:
+    """Raise if columns are named and none of the data has pairs in columns."""
+    defaults = {"allow_outside": False}
+    given = [name for name, value in columns.items() if value is not defaults.get(name)]
+    if given and all(detect(source) in RETRIEVAL_KINDS for source in data):
+        option = given[0].replace("_", "-")
+        raise DualencError(
+            f"--{option} is for tables of pairs, and {data[0]} is not one", fix="leave it out"
+        )
+
+
 def _evaluate(
     evaluation: EvaluationFolder, data: Sequence[str], settings: _Settings
 ) -> EvaluationResult:
@@ -202,85 +213,6 @@ def _open_encoder(
             where=evaluation.model,
         )
     return encoder
-
-
-def _check_columns(data: Sequence[str], columns: PairColumns) -> None:
-    """Raise if columns are named and none of the data has pairs in columns."""
-    defaults = {"allow_outside": False}
-    given = [name for name, value in columns.items() if value is not defaults.get(name)]
-    if given and all(detect(source) in RETRIEVAL_KINDS for source in data):
-        option = given[0].replace("_", "-")
-        raise DualencError(
-            f"--{option} is for tables of pairs, and {data[0]} is not one", fix="leave it out"
-        )
-
-
-def _facts(split: str, settings: _Settings) -> dict[str, object]:
-    """Return the settings that metrics.json and the report record."""
-    facts: dict[str, object] = {
-        "split": split,
-        "depth": DEPTH,
-        "keep_self_matches": settings.keep_self_matches,
-    }
-    if settings.documents is not None:
-        facts["documents"] = settings.documents
-    if settings.hybrid is not None:
-        facts |= {"hybrid": settings.hybrid, "weight": settings.weight}
-    return facts
-
-
-def _rank_by_model(
-    evaluation: EvaluationFolder,
-    folder: Path,
-    encoder: DualEncoder,
-    collection: RetrievalSet,
-    indexed: Embeddings | None,
-    split: str,
-    settings: _Settings,
-) -> Run:
-    """Embed a collection below a folder of the output, and search it exactly."""
-    embeddings = folder / "embeddings"
-    batch_size = settings.batch_size
-    queries = evaluation.embed(
-        embeddings / f"queries-{split}", encoder, "left", collection.queries, batch_size
-    )
-    if indexed is None:
-        documents = evaluation.embed(
-            embeddings / "documents", encoder, "right", collection.corpus, batch_size
-        )
-    else:
-        documents = indexed
-        # The index may hold only the first components of a Matryoshka model.
-        queries = queries.first(documents.dim)
-    return retrieve(
-        queries.ids,
-        queries.vectors,
-        documents.ids,
-        documents.vectors,
-        depth=DEPTH,
-        qrels=None if settings.keep_self_matches else collection.qrels,
-        device=evaluation.device,
-    )
-
-
-def _other_runs(dense: Run, collection: RetrievalSet, settings: _Settings) -> dict[str, Run]:
-    """Return the runs of BM25, and of the model's run fused with BM25's."""
-    if not settings.needs_texts:
-        return {}
-    # One document more takes the place of a self-match.
-    words = bm25_run(collection, DEPTH + 1)
-    qrels = None if settings.keep_self_matches else collection.qrels
-    words = first_documents(words, DEPTH, qrels)
-    if settings.hybrid is None:
-        return {BM25: words}
-    weights = [settings.weight, 1 - settings.weight]
-    fused = {}
-    for query in dense:
-        rankings = [
-            [(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)
-        ]
-        fused[query] = dict(fuse(rankings, settings.hybrid, weights=weights)[:DEPTH])
-    return {BM25: words, HYBRID: fused}
 
 
 def _open_collections(
@@ -379,3 +311,71 @@ def _open_pairs(source: str, split: str, columns: PairColumns) -> RetrievalSet:
     if "image" in (pairs.left_modality, pairs.right_modality):
         raise DualencError("holds images", fix="use `dualenc evaluate image-text`", where=source)
     return held_out(pairs)
+
+
+def _rank_by_model(
+    evaluation: EvaluationFolder,
+    folder: Path,
+    encoder: DualEncoder,
+    collection: RetrievalSet,
+    indexed: Embeddings | None,
+    split: str,
+    settings: _Settings,
+) -> Run:
+    """Embed a collection below a folder of the output, and search it exactly."""
+    embeddings = folder / "embeddings"
+    batch_size = settings.batch_size
+    queries = evaluation.embed(
+        embeddings / f"queries-{split}", encoder, "left", collection.queries, batch_size
+    )
+    if indexed is None:
+        documents = evaluation.embed(
+            embeddings / "documents", encoder, "right", collection.corpus, batch_size
+        )
+    else:
+        documents = indexed
+        # The index may hold only the first components of a Matryoshka model.
+        queries = queries.first(documents.dim)
+    return retrieve(
+        queries.ids,
+        queries.vectors,
+        documents.ids,
+        documents.vectors,
+        depth=DEPTH,
+        qrels=None if settings.keep_self_matches else collection.qrels,
+        device=evaluation.device,
+    )
+
+
+def _other_runs(dense: Run, collection: RetrievalSet, settings: _Settings) -> dict[str, Run]:
+    """Return the runs of BM25, and of the model's run fused with BM25's."""
+    if not settings.needs_texts:
+        return {}
+    # One document more takes the place of a self-match.
+    words = bm25_run(collection, DEPTH + 1)
+    qrels = None if settings.keep_self_matches else collection.qrels
+    words = first_documents(words, DEPTH, qrels)
+    if settings.hybrid is None:
+        return {BM25: words}
+    weights = [settings.weight, 1 - settings.weight]
+    fused = {}
+    for query in dense:
+        rankings = [
+            [(name, run[query][name]) for name in ranked(run[query])] for run in (dense, words)
+        ]
+        fused[query] = dict(fuse(rankings, settings.hybrid, weights=weights)[:DEPTH])
+    return {BM25: words, HYBRID: fused}
+
+
+def _facts(split: str, settings: _Settings) -> dict[str, object]:
+    """Return the settings that metrics.json and the report record."""
+    facts: dict[str, object] = {
+        "split": split,
+        "depth": DEPTH,
+        "keep_self_matches": settings.keep_self_matches,
+    }
+    if settings.documents is not None:
+        facts["documents"] = settings.documents
+    if settings.hybrid is not None:
+        facts |= {"hybrid": settings.hybrid, "weight": settings.weight}
+    return facts

@@ -104,40 +104,6 @@ def evaluate_zero_shot(
         )
 
 
-def _conclude(
-    evaluation: EvaluationFolder,
-    data: str,
-    split: str,
-    names: Sequence[str],
-    labels: np.ndarray,
-    ranks: Integers,
-) -> EvaluationResult:
-    """Write accuracies over all images and by class."""
-    by_class: list[dict[str, Any]] = []
-    for number in np.unique(labels).tolist():
-        own = ranks[labels == number]
-        by_class.append(
-            {
-                "class": names[number],
-                "images": len(own),
-                "top@1": float(np.mean(own == 1)),
-            }
-        )
-    scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
-    name = short_name(data)
-    sizes = {"images": len(ranks), "classes": len(names)}
-    return evaluation.conclude(
-        "Zero-shot classification",
-        name,
-        {"data": data, "split": split},
-        {**sizes, "metrics": scores, "per_class": by_class},
-        [
-            Table("Zero-shot classification", [{"data": name, **sizes, **scores}]),
-            Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
-        ],
-    )
-
-
 def _name_classes(
     file: str | None, recorded: Sequence[str] | None, labels: np.ndarray, data: str
 ) -> tuple[list[str], np.ndarray]:
@@ -198,3 +164,37 @@ def _check_order(file: str | None, listed: Sequence[str], recorded: Sequence[str
         return
     fix = "name each class of the data, or use its names"
     raise DualencError(f"{problem} by name", fix=fix, where=file or "")
+
+
+def _conclude(
+    evaluation: EvaluationFolder,
+    data: str,
+    split: str,
+    names: Sequence[str],
+    labels: np.ndarray,
+    ranks: Integers,
+) -> EvaluationResult:
+    """Write accuracies over all images and by class."""
+    by_class: list[dict[str, Any]] = []
+    for number in np.unique(labels).tolist():
+        own = ranks[labels == number]
+        by_class.append(
+            {
+                "class": names[number],
+                "images": len(own),
+                "top@1": float(np.mean(own == 1)),
+            }
+        )
+    scores = zero_shot_accuracy(ranks, labels, len(names), CUTOFFS)
+    name = short_name(data)
+    sizes = {"images": len(ranks), "classes": len(names)}
+    return evaluation.conclude(
+        "Zero-shot classification",
+        name,
+        {"data": data, "split": split},
+        {**sizes, "metrics": scores, "per_class": by_class},
+        [
+            Table("Zero-shot classification", [{"data": name, **sizes, **scores}]),
+            Table("By class, hardest first", sorted(by_class, key=itemgetter("top@1"))),
+        ],
+    )

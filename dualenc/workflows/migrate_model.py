@@ -237,6 +237,47 @@ def _open(
     return _Opened(migration, texts, encoder)
 
 
+def _check_kind(folder: str, about: Provenance) -> None:
+    """Raise unless an index holds documents of a query-document model and has a factory string."""
+    if about.modality is None:
+        raise DualencError(
+            "does not say which model made it",
+            fix="build it from what `dualenc embed` writes",
+            where=folder,
+        )
+    expected = {
+        "kind": "query-document",
+        "modality": "text",
+        "side": "right",
+        "output": "embedding",
+    }
+    # An entry that is not recorded is taken for granted.
+    actual = {**expected, **about.only(expected).entries()}
+    if actual != expected:
+        what = ", ".join(map(str, actual.values()))
+        raise DualencError(
+            f"holds {what}", fix="only documents of a query-document model migrate", where=folder
+        )
+    about.check(Path(folder) / META, ["factory"], "build the index again")
+
+
+def _clean_up(folder: str, checksum: str) -> None:
+    """Remove the rest of a migration to the model that the index has; keep any other."""
+    try:
+        plan = read_plan(folder)
+    except DualencError:  # not a work folder of dualenc
+        return
+    if plan is None or "ended" in plan or plan.get("model") == checksum:
+        remove_work(folder)
+        return
+    logger.info(
+        "%s: a migration to %s stays; end it: dualenc migrate %s --rollback",
+        work_folder(folder),
+        plan.get("name", "another model"),
+        folder,
+    )
+
+
 def _check_can_migrate(folder: str, index: Index, dim: int) -> None:
     """Raise unless an index can get vectors of a new dimension, and its report be written."""
     plan = read_plan(folder)
@@ -288,47 +329,6 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
     )
     write_report(_page(migration.work), TITLE, facts=report.facts, tables=[report.table()])
     return report
-
-
-def _check_kind(folder: str, about: Provenance) -> None:
-    """Raise unless an index holds documents of a query-document model and has a factory string."""
-    if about.modality is None:
-        raise DualencError(
-            "does not say which model made it",
-            fix="build it from what `dualenc embed` writes",
-            where=folder,
-        )
-    expected = {
-        "kind": "query-document",
-        "modality": "text",
-        "side": "right",
-        "output": "embedding",
-    }
-    # An entry that is not recorded is taken for granted.
-    actual = {**expected, **about.only(expected).entries()}
-    if actual != expected:
-        what = ", ".join(map(str, actual.values()))
-        raise DualencError(
-            f"holds {what}", fix="only documents of a query-document model migrate", where=folder
-        )
-    about.check(Path(folder) / META, ["factory"], "build the index again")
-
-
-def _clean_up(folder: str, checksum: str) -> None:
-    """Remove the rest of a migration to the model that the index has; keep any other."""
-    try:
-        plan = read_plan(folder)
-    except DualencError:  # not a work folder of dualenc
-        return
-    if plan is None or "ended" in plan or plan.get("model") == checksum:
-        remove_work(folder)
-        return
-    logger.info(
-        "%s: a migration to %s stays; end it: dualenc migrate %s --rollback",
-        work_folder(folder),
-        plan.get("name", "another model"),
-        folder,
-    )
 
 
 @dataclass(eq=False)
