@@ -42,7 +42,7 @@ from dualenc.encoders import (
     VectorEncoder,
     train_tokenizer,
 )
-from dualenc.encoders.tokenizer import TokenCache
+from dualenc.encoders.text import TokenCache
 from dualenc.encoders.vector import VectorPrepare, VectorTower
 from dualenc.evaluation.image_text_retrieval import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe

@@ -428,6 +428,8 @@ def _encode_windows(
 def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
     """Raise `BadSample` unless a tower of this modality can encode the raw item.
 
+    Callers of `Prepare` check each item once as they read it, so that errors can name it.
+
     Args:
         item: a `str`, a `PIL.Image` or a finite numeric array (D,).
         modality: what is required.
@@ -449,12 +451,6 @@ def check_item(item: Any, modality: Modality, name: str = "an item") -> None:
     if not valid:
         shown = " ".join(repr(item).split())[:40]
         raise BadSample(f"{name} is {shown}, but {needed} is required", fix="correct or remove it")
-
-
-def check_items(items: Sequence[Any], modality: Modality) -> None:
-    """Raise `BadSample` if a tower of this modality cannot encode one of the items."""
-    for item in items:
-        check_item(item, modality)
 
 
 def unit_norm(vectors: Tensor) -> Tensor:

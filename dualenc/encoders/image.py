@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from dualenc.encoders.card import base_metadata
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, check_items, unit_norm
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import model_folder
 from dualenc.encoders.limits import check_sizes
 from dualenc.encoders.weights import (
@@ -450,7 +450,6 @@ class ImagePrepare(Prepare):
             items: B images.
             seeds: one seed per image for augmentation; None for evaluation.
         """
-        check_items(items, "image")
         if seeds is None:
             pixels = [self.evaluate(image) for image in items]
         else:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dualenc.encoders.card import base_metadata
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.hub import model_folder, quiet_loading
 from dualenc.encoders.image import ImagePrepare, check_crop_scale, checked_pixels, seeded_transform
 from dualenc.encoders.limits import check_sizes
@@ -241,7 +241,6 @@ class ClipTextPrepare(Prepare):
             items: B texts.
             seeds: ignored, since texts are not augmented.
         """
-        check_items(items, "text")
         tokens = self.tokenizer(list(items))
         if (last := int(tokens.max())) not in self.ids:
             raise DualencError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,10 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from dualenc.encoders.card import base_metadata
 from dualenc.encoders.dropout import convert_dropout
-from dualenc.encoders.dual import DualEncoder, Prepare, Tower, check_items, unit_norm
+from dualenc.encoders.dual import DualEncoder, Prepare, Tower, unit_norm
 from dualenc.encoders.packing import first_position, pack, run_packed
 from dualenc.encoders.token_table import TokenTable
-from dualenc.encoders.tokenizer import TokenCache, Tokens
 from dualenc.errors import DualencError, explain
 from dualenc.types import Inputs, Pooling
 
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 WeightType = Literal["float32", "bfloat16"]
 ROLES = ("query", "document")
 """Names of the two sides in folders and prompts, left side first."""
+Tokens = dict[str, np.ndarray]
+"""The tokens of one text: "input_ids" and others, (T,) int32 each."""
+MAX_CACHED_TOKENS = 2**24
 
 
 class TextEncoder(DualEncoder):
@@ -160,6 +163,43 @@ class TextEncoder(DualEncoder):
         save_model(sides, folder, prompts=self.prompts | empty | own, **settings)
 
 
+class TokenCache:
+    """Cache the tokens of texts, which training meets again in each epoch.
+
+    The cache stops growing at `max_tokens`, of 4 bytes each.
+
+        tokenize = lambda texts: [{"input_ids": np.arange(len(text))} for text in texts]
+        tokens = TokenCache().tokenize(["one", "two", "one"], tokenize)
+
+    Args:
+        max_tokens: maximum number of cached tokens.
+    """
+
+    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self.tokens_left = max_tokens
+        self._tokens: dict[bytes, Tokens] = {}
+
+    def tokenize(
+        self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]
+    ) -> list[Tokens]:
+        """Return the tokens of each text; only new texts are tokenized.
+
+        Args:
+            texts: texts, which may repeat.
+            tokenize: function from a list of texts to their tokens.
+        """
+        # Digests as keys, because texts take more memory than their tokens.
+        keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
+        new = {key: text for key, text in zip(keys, texts) if key not in self._tokens}
+        made = dict(zip(new, tokenize(list(new.values())))) if new else {}
+        result = [made[key] if key in made else self._tokens[key] for key in keys]
+        for key, tokens in made.items():
+            if len(tokens["input_ids"]) <= self.tokens_left:
+                self.tokens_left -= len(tokens["input_ids"])
+                self._tokens[key] = tokens
+        return result
+
+
 class TextPrepare(Prepare):
     """Add the side's prompt, tokenize, truncate and pad texts.
 
@@ -204,7 +244,6 @@ class TextPrepare(Prepare):
             items: B texts.
             seeds: ignored, since texts are not augmented.
         """
-        check_items(items, "text")
         texts = list(items)
         cache = self.token_cache
         tokens = self._tokenize(texts) if cache is None else cache.tokenize(texts, self._tokenize)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from tokenizers.normalizers import NFC, BertNormalizer
 from tokenizers.normalizers import Sequence as Normalizers
@@ -36,47 +34,6 @@ MIN_VOCABULARY = len(SPECIAL_TOKENS) + 256
 
 VOCABULARY_FILES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
 """Every folder with a tokenizer has one of these."""
-
-Tokens = dict[str, np.ndarray]
-"""The tokens of one text: "input_ids" and others, (T,) int32 each."""
-MAX_CACHED_TOKENS = 2**24
-
-
-class TokenCache:
-    """Cache the tokens of texts, which training meets again in each epoch.
-
-    The cache stops growing at `max_tokens`, of 4 bytes each.
-
-        tokenize = lambda texts: [{"input_ids": np.arange(len(text))} for text in texts]
-        tokens = TokenCache().tokenize(["one", "two", "one"], tokenize)
-
-    Args:
-        max_tokens: maximum number of cached tokens.
-    """
-
-    def __init__(self, max_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self.tokens_left = max_tokens
-        self._tokens: dict[bytes, Tokens] = {}
-
-    def tokenize(
-        self, texts: list[str], tokenize: Callable[[list[str]], list[Tokens]]
-    ) -> list[Tokens]:
-        """Return the tokens of each text; only new texts are tokenized.
-
-        Args:
-            texts: texts, which may repeat.
-            tokenize: function from a list of texts to their tokens.
-        """
-        # Digests as keys, because texts take more memory than their tokens.
-        keys = [hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts]
-        new = {key: text for key, text in zip(keys, texts) if key not in self._tokens}
-        made = dict(zip(new, tokenize(list(new.values())))) if new else {}
-        result = [made[key] if key in made else self._tokens[key] for key in keys]
-        for key, tokens in made.items():
-            if len(tokens["input_ids"]) <= self.tokens_left:
-                self.tokens_left -= len(tokens["input_ids"])
-                self._tokens[key] = tokens
-        return result
 
 
 def train_tokenizer(

@@ -305,15 +305,9 @@ class VectorPrepare(Prepare):
             seeds: ignored, since vectors are not augmented.
         """
         for item in items:
-            shape = getattr(item, "shape", None)
-            if shape is None or len(shape) != 1:
+            if len(item) != self.input_dim:
                 raise DualencError(
-                    f"{str(item)[:40]!r} is not a vector",
-                    fix=f"give arrays ({self.input_dim},)",
-                )
-            if shape != (self.input_dim,):
-                raise DualencError(
-                    f"a vector has dimension {shape[0]}, but this side of the model "
+                    f"a vector has dimension {len(item)}, but this side of the model "
                     f"takes {self.input_dim}",
                     fix="embed the data with the model that made the training vectors",
                 )

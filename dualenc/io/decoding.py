@@ -45,8 +45,11 @@ def decode_image(data: bytes, where: str) -> Image.Image:
         max_pixels = Image.MAX_IMAGE_PIXELS or MAX_PIXELS
         if image.width * image.height > max_pixels:
             raise ValueError(f"{image.width} x {image.height} pixels are more than {max_pixels:,}")
-        # A copy does not refer to the file any more.
-        return _upright_rgb(image).copy()
+        # A copy does not refer to the file any more. Without metadata, `rgb_item` need not look for
+        # an orientation again.
+        decoded = _upright_rgb(image).copy()
+        decoded.info = {}
+        return decoded
     except UnidentifiedImageError:
         reason = f"it is not an image of a known format: {', '.join(_formats())}"
     except Exception as error:  # Pillow's plugins raise many kinds on broken files
@@ -99,6 +102,8 @@ def rgb_item(item: Any, where: str) -> Any:
     """Return a raw item in the form towers take: images upright and RGB, others unchanged."""
     if not isinstance(item, Image.Image):
         return item
+    if type(item) is Image.Image and item.mode == "RGB" and not item.info:
+        return item  # already decoded
     try:
         return _upright_rgb(item)
     except (ValueError, OSError) as error:

@@ -16,7 +16,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
@@ -27,7 +27,7 @@ from torch.nn.functional import softplus
 from dualenc import distributed
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.batch import EncodedBatch, gather_batch, two_towers, two_views, with_mined
+from dualenc.objectives.batch import GatheredBatch, gather_batch, two_towers, two_views, with_mined
 from dualenc.objectives.batch_metrics import batch_metrics
 from dualenc.objectives.checks import (
     as_numbers,
@@ -36,12 +36,12 @@ from dualenc.objectives.checks import (
     check_seed,
     check_tensors,
     fail,
-    given,
     names_class,
 )
 from dualenc.objectives.corpus_sizes import SampledCorpus
 from dualenc.objectives.draws import rewound
 from dualenc.objectives.outside_items import Encode, OutsideEncoder
+from dualenc.objectives.pair_batch import PairBatch, given
 
 MIN_TEMPERATURE = 1e-3
 
@@ -194,7 +194,6 @@ class Objective(nn.Module):
             outside = encoder(plan.outside, anchors.directions)
         return self.losses(anchors, plan, outside)
 
-    @names_class
     def forward(
         self,
         left: Tensor,
@@ -233,35 +232,55 @@ class Objective(nn.Module):
                 without gradient; only for objectives with `momentum`.
             keys_right: (b, D) likewise of the right items.
         """
-        right_id = left_id if right_id is None else right_id
-        embeddings = {"left": left, "right": right}
-        embeddings |= given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
-        ids = {"left_id": left_id, "right_id": right_id} | given(
-            negative_id=negative_id, left_positives=left_positives, right_positives=right_positives
+        batch = PairBatch(
+            left_id=left_id,
+            right_id=left_id if right_id is None else right_id,
+            left_positives=left_positives,
+            right_positives=right_positives,
+            negative_id=negative_id,
+            weights=weights,
+            left=left,
+            right=right,
+            negatives=negatives,
+            keys_left=keys_left,
+            keys_right=keys_right,
         )
-        self._check_given(encode, embeddings.keys() | ids.keys())
-        check_tensors(embeddings)
+        return self.compute_loss(batch, encode)
+
+    @names_class
+    def compute_loss(self, batch: PairBatch, encode: Encode | None = None) -> ObjectiveOutput:
+        """Return the loss of this rank's part of a batch; `forward` and `Trainer` call this.
+
+        Override this method, and not `forward`, to change batch or result for both.
+
+        Args:
+            batch: pairs with embeddings.
+            encode: see `forward`.
+        """
+        self._check_given(encode, batch.embeddings.keys() | batch.ids.keys())
+        check_tensors(batch.embeddings)
+        left = batch.embeddings["left"]
         self._check_dimension(left.shape[-1])
-        ids = {name: as_numbers(name, value, left.device) for name, value in ids.items()}
-        if weights is not None:
-            weights = as_numbers("weights", weights, left.device)
-        batch = gather_batch(self.corpus, embeddings, ids, weights)
+        numbers = batch.ids | given(weights=batch.weights)
+        tensors = {name: as_numbers(name, value, left.device) for name, value in numbers.items()}
+        batch = replace(batch, **tensors)
+        gathered = gather_batch(batch, self.corpus)
         self._begin_call()
         encoder = None
         if encode is not None:
             # Made here, under the caller's autocast, which encoders need.
-            encoder = OutsideEncoder(encode, self.views, like=batch.embeddings)
+            encoder = OutsideEncoder(encode, self.views, like=gathered.embeddings)
         # Scores keep the precision of the embeddings, which autocast would reduce.
         with torch.autocast(left.device.type, enabled=False):
-            temperature = self.temperature.to(batch.embeddings.dtype)
-            losses = self._batch_losses(batch, temperature, encoder)
-        if weights is not None:
-            losses = losses * weights.to(losses).repeat(self.anchors_per_pair)
+            temperature = self.temperature.to(gathered.embeddings.dtype)
+            losses = self._batch_losses(gathered, temperature, encoder)
+        if batch.weights is not None:
+            losses = losses * batch.weights.to(losses).repeat(self.anchors_per_pair)
         # Divided by the anchors of all ranks, so that the mean over ranks is the global loss.
-        num_anchors = self.anchors_per_pair * sum(batch.sizes)
+        num_anchors = self.anchors_per_pair * sum(gathered.sizes)
         loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
         return ObjectiveOutput(
-            loss, losses.detach(), lambda: self._metrics(batch, temperature.detach())
+            loss, losses.detach(), lambda: self._metrics(gathered, temperature.detach())
         )
 
     def _begin_call(self) -> None:
@@ -271,7 +290,7 @@ class Objective(nn.Module):
             self.log_temperature.data.clamp_(min=math.log(MIN_TEMPERATURE))
 
     def _batch_losses(
-        self, batch: EncodedBatch, temperature: Tensor, encoder: OutsideEncoder | None
+        self, batch: GatheredBatch, temperature: Tensor, encoder: OutsideEncoder | None
     ) -> Tensor:
         """Return the losses of this rank's anchors: (2b,), or (b,) for left anchors alone."""
         # An evaluation makes random draws without counting them: training must not depend on it.
@@ -418,7 +437,7 @@ class Objective(nn.Module):
 
         return super()._apply(keep_precision, recurse)
 
-    def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:
+    def _directions(self, batch: GatheredBatch, temperature: Tensor) -> list[Anchors]:
         """Return the anchors; both directions in one if they have the same number of candidates."""
         if self.views:
             return [two_views(batch, temperature)]
@@ -427,7 +446,7 @@ class Objective(nn.Module):
         return [two_towers(batch, self.num_left or 0, temperature)]
 
     @torch.no_grad()
-    def _metrics(self, batch: EncodedBatch, temperature: Tensor) -> dict[str, Tensor]:
+    def _metrics(self, batch: GatheredBatch, temperature: Tensor) -> dict[str, Tensor]:
         with torch.autocast(batch.ids.device.type, enabled=False):
             return batch_metrics(
                 self._directions(batch, temperature), self.corpus.log_num_negatives

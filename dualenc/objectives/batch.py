@@ -6,7 +6,6 @@ D as in `anchors`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +16,12 @@ from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.checks import check_shapes, check_values
 from dualenc.objectives.corpus_sizes import SampledCorpus
+from dualenc.objectives.pair_batch import PairBatch
 
 
 @dataclass(frozen=True)
-class EncodedBatch:
-    """The checked pairs of a step, in float32 or float64. Index 0 is the left side, 1 the right."""
+class GatheredBatch:
+    """The checked pairs of all ranks in float32 or float64; index 0 is left, 1 is right."""
 
     embeddings: Tensor  # (2, b, D) of this rank's pairs, with gradient
     ids: Tensor  # (2, b)
@@ -42,50 +42,43 @@ class EncodedBatch:
         return torch.arange(start, start + self.ids.shape[1], device=self.ids.device)
 
 
-def gather_batch(
-    corpus: SampledCorpus,
-    embeddings: Mapping[str, Tensor],
-    ids: Mapping[str, Tensor],
-    weights: Tensor | None,
-) -> EncodedBatch:
-    """Check the arguments of `Objective.forward` and gather them over ranks.
+def gather_batch(batch: PairBatch, corpus: SampledCorpus) -> GatheredBatch:
+    """Check a batch, and gather it over ranks.
 
     Args:
+        batch: pairs with embeddings.
         corpus: id spaces of both sides.
-        embeddings: embeddings by argument: left and right (b, D), and optionally negatives (n, D),
-            keys_left and keys_right (b, D).
-        ids: ids and lists of positives by argument.
-        weights: (b,) weights of the pairs, or None.
     """
-    check_shapes(embeddings, ids, weights, corpus.views)
+    check_shapes(batch, corpus.views)
 
-    numbers = {name: values.long() for name, values in ids.items()}
-    own_ids = torch.stack([numbers["left_id"], numbers["right_id"]])
+    ids = {name: values.long() for name, values in batch.ids.items()}
+    own_ids = torch.stack([ids["left_id"], ids["right_id"]])  # (2, b)
+    own_negative_id = ids.get("negative_id", own_ids[1, :0])
     # Ranks may hold different numbers of pairs and mined negatives: the last batch of an epoch
     # rarely divides evenly.
-    own_counts = [own_ids.shape[1], len(embeddings.get("negatives", ()))]
+    own_counts = [own_ids.shape[1], len(own_negative_id)]
     sizes, num_mined = distributed.rank_numbers(own_counts, own_ids.device)
     all_ids = distributed.gather(own_ids.T, sizes).T
     num_items = {"left": corpus.num_left, "right": corpus.num_right}
-    most_copies = check_values(embeddings, numbers, weights, all_ids, num_items, corpus.views)
+    most_copies = check_values(batch, all_ids, num_items, corpus.views)
 
     # Under mixed precision encoders return half precision, in which a sum over thousands of
     # candidates loses its digits.
+    embeddings = batch.embeddings
     precision = torch.float64 if embeddings["left"].dtype == torch.float64 else torch.float32
     vectors = {name: tensor.to(precision) for name, tensor in embeddings.items()}
-    pair = [vectors["left"], vectors["right"]]
+    both_sides = [vectors["left"], vectors["right"]]
+    all_embeddings = [distributed.gather_with_grad(side, sizes) for side in both_sides]
+    # A rank without mined negatives takes part in the collectives with no rows.
+    own_negatives = vectors.get("negatives", vectors["right"][:0])
     keys = None
     if "keys_left" in vectors:
-        both = [vectors["keys_left"], vectors["keys_right"]]
-        keys = torch.stack([distributed.gather(side, sizes) for side in both])
-    all_embeddings = [distributed.gather_with_grad(side, sizes) for side in pair]
-    # A rank without mined negatives takes part in the collectives with no rows.
-    own_negatives = vectors.get("negatives", pair[1][:0])
-    own_negative_id = numbers.get("negative_id", own_ids[1, :0])
-    return EncodedBatch(
-        embeddings=torch.stack(pair),
+        own_keys = [vectors["keys_left"], vectors["keys_right"]]
+        keys = torch.stack([distributed.gather(side, sizes) for side in own_keys])
+    return GatheredBatch(
+        embeddings=torch.stack(both_sides),
         ids=own_ids,
-        listed=(numbers.get("left_positives"), numbers.get("right_positives")),
+        listed=(ids.get("left_positives"), ids.get("right_positives")),
         all_embeddings=torch.stack(all_embeddings),
         all_ids=all_ids,
         negatives=distributed.gather_with_grad(own_negatives, num_mined),
@@ -96,7 +89,7 @@ def gather_batch(
     )
 
 
-def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Anchors:
+def two_towers(batch: GatheredBatch, num_left: int, temperature: Tensor) -> Anchors:
     """Arrange left anchors against right items and right anchors against left ones (X = 2)."""
     lists = []
     for side, other in ((0, 1), (1, 0)):
@@ -132,7 +125,7 @@ def two_towers(batch: EncodedBatch, num_left: int, temperature: Tensor) -> Ancho
     )
 
 
-def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[Anchors]:
+def with_mined(batch: GatheredBatch, num_left: int, temperature: Tensor) -> list[Anchors]:
     """Arrange left anchors, with mined negatives as candidates, and right anchors (X = 1 each)."""
     both = two_towers(batch, num_left, temperature)
     left = both.of_direction(0)
@@ -141,7 +134,7 @@ def with_mined(batch: EncodedBatch, num_left: int, temperature: Tensor) -> list[
     return [left.with_candidates(candidates, candidate_ids), both.of_direction(1)]
 
 
-def two_views(batch: EncodedBatch, temperature: Tensor) -> Anchors:
+def two_views(batch: GatheredBatch, temperature: Tensor) -> Anchors:
     """Arrange both views of each image against all views of the batch (X = 1, A = 2b, C = 2P)."""
     # Candidates are the left views of all images, then the right views: image i is in columns i and
     # P + i, and the positive of each view is the other one.

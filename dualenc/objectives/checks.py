@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualenc.errors import DualencError
 from dualenc.objectives.anchors import PADDING
+from dualenc.objectives.pair_batch import PairBatch
 
 # Rounding to bfloat16 moves the norm of a unit vector by at most 0.4%, and normalizing in bfloat16
 # by twice that.
@@ -50,11 +51,6 @@ def names_class(method: Method) -> Method:
             raise DualencError(str(error), where=type(self).__name__) from None
 
     return cast(Method, call)
-
-
-def given(**arguments: Any) -> dict[str, Any]:
-    """Return the arguments that are not None, by name."""
-    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def check_range(argument: str, value: float, interval: str) -> None:
@@ -130,17 +126,16 @@ def _shape_of(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} ({tensor.dtype})"
 
 
-def check_shapes(
-    embeddings: Mapping[str, Tensor], ids: Mapping[str, Tensor], weights: Tensor | None, views: bool
-) -> None:
+def check_shapes(batch: PairBatch, views: bool) -> None:
     """Raise unless the shapes, types and devices of a batch fit together.
 
     Args:
-        embeddings: (b, D) embeddings of this rank's pairs and (n, D) mined negatives, by argument.
-        ids: integer ids and lists of positives, by argument.
-        weights: (b,) weights of the pairs, or None.
+        batch: pairs with embeddings.
         views: True if both sides are views of the same images.
     """
+    embeddings = batch.embeddings
+    ids = batch.ids
+    weights = batch.weights
     left = embeddings["left"]
     for name, tensor in embeddings.items():
         num_rows = len(tensor) if name == "negatives" else len(left)
@@ -180,19 +175,12 @@ def _check_id_shape(name: str, values: Tensor, rows: Tensor) -> None:
 
 
 def check_values(
-    embeddings: Mapping[str, Tensor],
-    ids: Mapping[str, Tensor],
-    weights: Tensor | None,
-    all_ids: Tensor,
-    num_items: Mapping[str, int | None],
-    views: bool,
+    batch: PairBatch, all_ids: Tensor, num_items: Mapping[str, int | None], views: bool
 ) -> int:
     """Raise on ids out of range, norms other than 1 and bad weights.
 
     Args:
-        embeddings: see `check_shapes`.
-        ids: see `check_shapes`.
-        weights: see `check_shapes`.
+        batch: pairs with embeddings.
         all_ids: (2, P) left and right ids of the pairs of all ranks.
         num_items: sizes of the id spaces by side; None if unknown.
         views: see `check_shapes`.
@@ -200,11 +188,13 @@ def check_values(
     Returns:
         The largest number of pairs of the batch that share one item.
     """
+    embeddings = batch.embeddings
+    ids = batch.ids
     # Everything is reduced to its extremes on the device, because each transfer stalls its queue.
     to_read = {name: row_norms(tensor) for name, tensor in embeddings.items()}
     to_read |= ids
-    if weights is not None:
-        to_read["weights"] = weights.detach()
+    if batch.weights is not None:
+        to_read["weights"] = batch.weights.detach()
     if views:
         to_read["differ"] = (ids["left_id"] != ids["right_id"]).long()
     # Copies of an id are adjacent once sorted: the two searches find both ends of its run.

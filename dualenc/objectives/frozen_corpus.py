@@ -20,7 +20,7 @@ from torch.nn.functional import normalize, pad
 from dualenc import distributed
 from dualenc.objectives.anchors import PADDING, Anchors
 from dualenc.objectives.base import CommonArguments, Estimate, Objective
-from dualenc.objectives.batch import EncodedBatch, two_towers
+from dualenc.objectives.batch import GatheredBatch, two_towers
 from dualenc.objectives.checks import are_ids, as_numbers, check_count, fail, read_extremes
 from dualenc.objectives.draws import SharedRandom
 
@@ -217,7 +217,7 @@ class FrozenCorpus(Objective):
                     "and the right tower must return vectors unchanged",
                 )
 
-    def _directions(self, batch: EncodedBatch, temperature: Tensor) -> list[Anchors]:
+    def _directions(self, batch: GatheredBatch, temperature: Tensor) -> list[Anchors]:
         return [two_towers(batch, self.num_left or 0, temperature).of_direction(0)]
 
 

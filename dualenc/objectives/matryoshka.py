@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,10 @@ from dualenc.objectives.checks import (
     check_encoded_rows,
     check_tensors,
     fail,
-    given,
     names_class,
 )
 from dualenc.objectives.outside_items import Encode
+from dualenc.objectives.pair_batch import PairBatch
 from dualenc.types import Side
 
 SHARED_SETTINGS = (
@@ -91,50 +91,30 @@ class Matryoshka(Objective):
             objective.set_counts(left_counts, right_counts)
 
     @names_class
-    def forward(
-        self,
-        left: Tensor,
-        right: Tensor,
-        left_id: Tensor,
-        right_id: Tensor | None = None,
-        encode: Encode | None = None,
-        *,
-        negatives: Tensor | None = None,
-        keys_left: Tensor | None = None,
-        keys_right: Tensor | None = None,
-        **batch: Any,
-    ) -> ObjectiveOutput:
-        """Return the mean over lengths; the arguments are those of the wrapped objective.
+    def compute_loss(self, batch: PairBatch, encode: Encode | None = None) -> ObjectiveOutput:
+        """Return the mean over lengths of the wrapped objective's loss of prefixes.
 
         Args:
-            left: (b, D) unit-norm embeddings of the left items.
-            right: (b, D) unit-norm embeddings of the right items.
-            left_id: see `Objective.forward`.
-            right_id: see `Objective.forward`.
+            batch: pairs with embeddings of full length.
             encode: see `Objective.forward`; returns embeddings of full length.
-            negatives: (n, D) embeddings of mined right items.
-            keys_left: (b, D) embeddings of the left items by the momentum encoder.
-            keys_right: (b, D) embeddings of the right items by the momentum encoder.
-            **batch: further arguments of `Objective.forward`.
         """
-        vectors = {"left": left, "right": right}
-        vectors |= given(negatives=negatives, keys_left=keys_left, keys_right=keys_right)
-        check_tensors(vectors)
-        if left.shape[-1] < self.dims[-1]:
-            problem = f"are {self.dims}, but the embeddings have {left.shape[-1]} components"
+        embeddings = batch.embeddings
+        check_tensors(embeddings)
+        dimension = embeddings["left"].shape[-1]
+        if dimension < self.dims[-1]:
+            problem = f"are {self.dims}, but the embeddings have {dimension} components"
             fail("dims", problem, "leave out the lengths beyond")
         if encode is not None:
-            encode = CheckedEncode(encode, left.shape[-1])
+            encode = CheckedEncode(encode, dimension)
             # An objective that encodes again in the backward pass does so to drop activations,
             # which the stored rows would keep.
             if not self.encodes_in_backward:
                 encode = EncodedOnce(encode)
         outputs = {}
         for dim, objective in zip(self.dims, self.objectives, strict=True):
-            prefixes = {name: prefix(value, dim) for name, value in vectors.items()}
+            prefixes = {name: prefix(vectors, dim) for name, vectors in embeddings.items()}
             encode_dim = None if encode is None else partial(encode_prefix, encode, dim)
-            ids = {"left_id": left_id, "right_id": right_id}
-            outputs[dim] = objective(**prefixes, **ids, encode=encode_dim, **batch)
+            outputs[dim] = objective.compute_loss(replace(batch, **prefixes), encode_dim)
         loss = torch.stack([output.loss for output in outputs.values()]).mean()
         per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)
         return ObjectiveOutput(loss, per_anchor, lambda: metrics_by_dim(outputs))

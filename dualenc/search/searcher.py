@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, unit_norm
+from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, check_item, unit_norm
 from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
@@ -219,6 +219,7 @@ class Searcher:
         forward = tower.features if is_features else tower
         tensors = tower.state_dict().values()
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        check_item(item, tower.modality)
         # An image may be a palette or have an alpha channel, as those of an upload often do.
         inputs = tower.prepare([rgb_item(item, "the query")])
         encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()

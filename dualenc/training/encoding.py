@@ -109,12 +109,13 @@ class PlainEncoding:
 
     @distributed.explain_lost_process()
     def _forward(self, side: Side, inputs: Inputs) -> Tensor:
-        packed = self.model.tower(side).pack(inputs, self.one_by_one)
+        tower = self.model.tower(side)
+        packed = tower.pack(inputs, self.one_by_one)
         on_device = {}
         for name, tensor in packed.items():
             on_device[name] = tensor.to(self.device, non_blocking=True)
         with self.autocast(), explain_single_values():
-            return self.model(side, on_device)
+            return tower(on_device)
 
     def _no_rows(self) -> Tensor:
         """Return an empty (0, D) tensor that requires a gradient."""

@@ -16,6 +16,7 @@ from dualenc.data.pairs import Pair, PairDataset
 from dualenc.encoders.dual import SIDES, ZERO_VECTOR, check_item
 from dualenc.encoders.text import TextPrepare
 from dualenc.errors import BadSample, DualencError
+from dualenc.objectives.pair_batch import PairBatch
 from dualenc.seeds import derive_seed
 from dualenc.training.signals import forgive_one_sigterm
 from dualenc.types import Inputs, OnError, Side
@@ -42,52 +43,25 @@ def augmentation_seeds(
     return [derive_seed(stream, seed, epoch, index, side) for index in ids]
 
 
-class Batch(NamedTuple):
-    """This rank's part of one global batch, on the CPU.
+class LoadedBatch(NamedTuple):
+    """This rank's part of one global batch, on the CPU, before its items are encoded.
 
     Attributes:
         indices: (b,) pair indices of the readable pairs.
-        left_id: (b,) left item ids.
-        right_id: (b,) right item ids.
+        pairs: ids, known positives and weights of these pairs; lists of positives are None if each
+            item has one, and weights are None if all are 1.
         left: inputs of the left tower, first dimension b; empty if b is 0.
         right: inputs of the right tower, first dimension b; empty if b is 0.
-        left_positives: (b, K) right ids positive with each left item, padded with -1; None if
-            each has one.
-        right_positives: (b, K) left ids positive with each right item, padded with -1; None if
-            each has one.
-        negatives: inputs of the right tower for n mined negatives, or None.
-        negative_id: (n,) right ids of the mined negatives, or None.
-        weights: (b,) weights of the pairs' losses; None if all are 1.
+        negatives: inputs of the right tower for n mined negatives; empty if n is 0.
         bad: (index, reason) of each unreadable pair.
     """
 
     indices: Tensor
-    left_id: Tensor
-    right_id: Tensor
+    pairs: PairBatch
     left: Inputs
     right: Inputs
-    left_positives: Tensor | None = None
-    right_positives: Tensor | None = None
-    negatives: Inputs | None = None
-    negative_id: Tensor | None = None
-    weights: Tensor | None = None
-    bad: tuple[tuple[int, str], ...] = ()
-
-    def arguments(self, device: torch.device) -> dict[str, Any]:
-        """Return the keyword arguments of an objective except embeddings, on a device."""
-        parts = {
-            "left_id": self.left_id,
-            "right_id": self.right_id,
-            "left_positives": self.left_positives,
-            "right_positives": self.right_positives,
-            "negative_id": self.negative_id,
-            "weights": self.weights,
-        }
-        on_device = {}
-        for name, part in parts.items():
-            if part is not None:
-                on_device[name] = part.to(device, non_blocking=True)
-        return on_device
+    negatives: Inputs
+    bad: tuple[tuple[int, str], ...]
 
 
 class BatchLoader:
@@ -129,7 +103,7 @@ class BatchLoader:
         self.on_error = on_error
         self.pin_memory = pin_memory
 
-    def batches(self, plan: np.ndarray, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+    def batches(self, plan: np.ndarray, epoch: int = 0, start: int = 0) -> Iterator[LoadedBatch]:
         """Iterate over this rank's part of the batches of one epoch.
 
         Args:
@@ -138,7 +112,7 @@ class BatchLoader:
             start: number of batches to skip at the beginning, because they are done.
         """
         columns = distributed.rank_slice(plan.shape[1])
-        loader: DataLoader[Batch] = DataLoader(
+        loader: DataLoader[LoadedBatch] = DataLoader(
             plan[start:, columns],  # type: ignore[arg-type]  # an array indexes like a data set
             batch_size=None,
             num_workers=self.num_workers,
@@ -153,14 +127,14 @@ class BatchLoader:
                 raise batch
             yield batch
 
-    def _build_or_error(self, epoch: int, indices: np.ndarray) -> Batch | DualencError:
+    def _build_or_error(self, epoch: int, indices: np.ndarray) -> LoadedBatch | DualencError:
         try:
             return self.build(indices, epoch)
         except DualencError as error:
             # Returned, because a DataLoader wraps what workers raise into a traceback.
             return error
 
-    def build(self, indices: np.ndarray, epoch: int) -> Batch:
+    def build(self, indices: np.ndarray, epoch: int) -> LoadedBatch:
         """Read and prepare the pairs of one batch. Workers run it.
 
         Args:
@@ -176,24 +150,38 @@ class BatchLoader:
             bad += without.items()
             pairs = [pair for pair in pairs if pair.index not in without]
         numbers = [pair.index for pair in pairs]
-        left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
-        right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
         left_seeds = augmentation_seeds(self.seed, epoch, numbers, "left")
         right_seeds = augmentation_seeds(self.seed, epoch, numbers, "right")
+        negatives = []
+        negative_seeds: list[int] = []
+        for pair, seed in zip(pairs, right_seeds, strict=True):
+            negatives += pair.negatives
+            # Negatives are right items, too. Their seeds follow the seed of the positive.
+            negative_seeds += range(seed + 1, seed + 1 + len(pair.negatives))
+        return LoadedBatch(
+            indices=torch.tensor(numbers, dtype=torch.int64),
+            pairs=self._pair_batch(pairs),
+            left=self._prepared("left", [pair.left for pair in pairs], left_seeds),
+            right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
+            negatives=self._prepared("right", negatives, negative_seeds),
+            bad=tuple(bad),
+        )
+
+    def _pair_batch(self, pairs: list[Pair]) -> PairBatch:
+        """Return ids, known positives and weights of pairs."""
+        left_id = np.array([pair.left_id for pair in pairs], dtype=np.int64)
+        right_id = np.array([pair.right_id for pair in pairs], dtype=np.int64)
+        negative_ids = [item_id for pair in pairs for item_id in pair.negative_ids]
         weights = None
         if self.pairs.weights is not None:
             weights = torch.tensor([pair.weight for pair in pairs])
-        return Batch(
-            indices=torch.tensor(numbers, dtype=torch.int64),
+        return PairBatch(
             left_id=torch.from_numpy(left_id),
             right_id=torch.from_numpy(right_id),
-            left=self._prepared("left", [pair.left for pair in pairs], left_seeds),
-            right=self._prepared("right", [pair.right for pair in pairs], right_seeds),
             left_positives=self._positives("left", left_id),
             right_positives=self._positives("right", right_id),
+            negative_id=torch.tensor(negative_ids) if negative_ids else None,
             weights=weights,
-            bad=tuple(bad),
-            **self._mined(pairs, right_seeds),
         )
 
     def _read(self, indices: np.ndarray) -> tuple[list[Pair], list[tuple[int, str]]]:
@@ -237,23 +225,6 @@ class BatchLoader:
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
         # Not every preparation accepts an empty list.
         return dict(self.prepare[side](items, seeds)) if items else {}
-
-    def _mined(self, pairs: list[Pair], right_seeds: list[int]) -> dict[str, Any]:
-        """Return inputs and ids of the pairs' mined negatives; {} if there are none."""
-        items: list[Any] = []
-        ids: list[int] = []
-        seeds: list[int] = []
-        for pair, seed in zip(pairs, right_seeds, strict=True):
-            items += pair.negatives
-            ids += pair.negative_ids
-            # Negatives are right items, too. Their seeds follow the seed of the positive.
-            seeds += range(seed + 1, seed + 1 + len(pair.negatives))
-        if not items:
-            return {}
-        return {
-            "negatives": self._prepared("right", items, seeds),
-            "negative_id": torch.tensor(ids),
-        }
 
     def _positives(self, side: Side, ids: np.ndarray) -> Tensor | None:
         """Return the ids that must not be negatives of items; None if they are just the pairs'."""

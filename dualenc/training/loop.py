@@ -28,7 +28,7 @@ from dualenc.training.best import BestModel
 from dualenc.training.callbacks import Callback, CallbackRunner
 from dualenc.training.checkpoint import Checkpoints, clear, fingerprint, flatten
 from dualenc.training.evaluators import Evaluator, evaluated_data
-from dualenc.training.loader import Batch, BatchLoader
+from dualenc.training.loader import BatchLoader, LoadedBatch
 from dualenc.training.log import Meter, RunLog, training_card
 from dualenc.training.mined_negatives import NegativeMiner
 from dualenc.training.plan import BatchPlan
@@ -329,7 +329,7 @@ class Loop:
             self._begin_epoch()
         batches = self.plan.batches(self.epoch)
         clock = time.perf_counter()
-        group: list[Batch] = []
+        group: list[LoadedBatch] = []
         for batch in self.loader.batches(batches, self.epoch, start=self.batch):
             group.append(batch)
             self._note_bad(batch)
@@ -379,7 +379,7 @@ class Loop:
         values = ", ".join(f"{name} {value:.3g}" for name, value in report.items())
         self.log.info(f"epoch {self.epoch + 1}, {work}: {values}")
 
-    def _note_bad(self, batch: Batch) -> None:
+    def _note_bad(self, batch: LoadedBatch) -> None:
         """Remember the unreadable pairs of a batch."""
         self.has_read |= len(batch.indices) > 0
         for index, reason in batch.bad:
@@ -398,7 +398,7 @@ class Loop:
             fix="check the data",
         )
 
-    def _step(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
+    def _step(self, batches: list[LoadedBatch]) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Take an optimizer step. Returns the loss of this rank, and scalars to log."""
         try:
             return self._update(batches)
@@ -408,7 +408,7 @@ class Loop:
             self._fail_if_bad(self.meter.bad_step(all_ranks=False))
             raise DualencError(str(error), where=f"step {self.steps + 1}") from error
 
-    def _update(self, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor | float]]:
+    def _update(self, batches: list[LoadedBatch]) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Update the weights with the mean gradient of several global batches."""
         step = self.train_step
         encoded_before = step.items.num_encoded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights, trained_state
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
 from dualenc.training.extra_items import ItemEncoder
-from dualenc.training.loader import Batch
+from dualenc.training.loader import LoadedBatch
 from dualenc.training.optim import (
     build_optimizer,
     build_schedule,
@@ -52,6 +54,11 @@ class TrainStep:
         total_steps: int,
         device: torch.device,
     ) -> None:
+        if type(objective).forward is not Objective.forward:
+            raise DualencError(
+                f"{objective.name} overrides forward, which Trainer does not call",
+                fix="override compute_loss(batch, encode), which forward calls, too",
+            )
         self.settings = settings
         self.model = model
         self.objective = objective
@@ -105,7 +112,7 @@ class TrainStep:
         return nullcontext()
 
     def accumulate(
-        self, batch: Batch, number: int, group_size: int
+        self, batch: LoadedBatch, number: int, group_size: int
     ) -> tuple[ObjectiveOutput, Tensor, Tensor]:
         """Run the forward and backward pass of a batch, and add its gradient to that of the step.
 
@@ -123,17 +130,13 @@ class TrainStep:
         encoding.begin()
         self.items.begin(number)
         parts: list[tuple[Side, Inputs]] = [("left", batch.left), ("right", batch.right)]
-        if batch.negatives is not None:
+        if batch.negatives:
             parts.append(("right", batch.negatives))
         left, right, *mined = encoding.encode_parts(*parts)
-        output = self.objective(
-            left,
-            right,
-            encode=self.items,
-            negatives=mined[0] if mined else None,
-            **batch.arguments(self.device),
-            **keys,
-        )
+        negatives = mined[0] if mined else None
+        ids = batch.pairs.to(self.device)
+        pairs = replace(ids, left=left, right=right, negatives=negatives, **keys)
+        output = self.objective.compute_loss(pairs, self.items)
         # The step uses the mean gradient of its batches. The logged loss is not divided.
         loss = output.loss / group_size
         if self.scaler is not None:
@@ -141,7 +144,7 @@ class TrainStep:
         encoding.backward(loss)
         return output, left, right
 
-    def _encode_keys(self, batch: Batch) -> dict[str, Tensor]:
+    def _encode_keys(self, batch: LoadedBatch) -> dict[str, Tensor]:
         """Return the momentum encoder's embeddings of a batch; {} without such an encoder."""
         if "momentum_encoder" not in self.averages:
             return {}

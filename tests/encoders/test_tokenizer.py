@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from dualenc.encoders import TextEncoder, load_tokenizer, train_tokenizer
-from dualenc.encoders.tokenizer import TokenCache, Tokens, forget_last_call
+from dualenc.encoders.text import TokenCache, Tokens
+from dualenc.encoders.tokenizer import forget_last_call
 from dualenc.errors import DualencError
 
 

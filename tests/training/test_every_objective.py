@@ -16,8 +16,13 @@ from dualenc.objectives import (
     InfoNCE,
     MomentumQueue,
     NegativeCache,
+    Objective,
+    ObjectiveOutput,
     SogCLR,
 )
+from dualenc.objectives.matryoshka import Matryoshka
+from dualenc.objectives.outside_items import Encode
+from dualenc.objectives.pair_batch import PairBatch
 from dualenc.recipe.resolve import make_recipe
 from tests.helpers.every import make
 from tests.helpers.fakes import TinyEncoder, same, tiny_pairs, weights
@@ -65,9 +70,9 @@ class Recording(MomentumQueue):
         super().__init__(**arguments)
         self.keys: list[torch.Tensor] = []
 
-    def forward(self, *batch: Any, **given: Any) -> Any:
-        self.keys.append(given["keys_left"].clone())
-        return super().forward(*batch, **given)
+    def compute_loss(self, batch: PairBatch, encode: Encode | None = None) -> ObjectiveOutput:
+        self.keys.append(batch.keys_left.clone())
+        return super().compute_loss(batch, encode)
 
 
 @pytest.mark.parametrize(("batchnorm", "accumulation"), [(False, 1), (True, 1), (False, 2)])

@@ -37,8 +37,8 @@ def test_a_batch_holds_the_planned_pairs_with_ids_and_prepared_inputs():
     batches = list(make_loader(pairs, augment=False).batches(PLAN))
     for row, batch in zip(PLAN, batches, strict=True):
         assert batch.indices.tolist() == row.tolist()
-        assert batch.left_id.tolist() == pairs.left_id[row].tolist()
-        assert batch.right_id.tolist() == pairs.right_id[row].tolist()
+        assert batch.pairs.left_id.tolist() == pairs.left_id[row].tolist()
+        assert batch.pairs.right_id.tolist() == pairs.right_id[row].tolist()
         expected = [[float(x) for x in pairs.item("left", i).split()] for i in pairs.left_id[row]]
         assert batch.left["rows"].tolist() == expected
 
@@ -100,9 +100,9 @@ def test_ranks_together_hold_the_global_batch(world, monkeypatch):
 def test_positives_are_listed_only_where_an_item_has_several():
     pairs = tiny_pairs(right_id=np.arange(24) // 2)
     batch = next(make_loader(pairs).batches(PLAN))
-    assert batch.left_positives is None
+    assert batch.pairs.left_positives is None
     for right_id, listed in zip(
-        batch.right_id.tolist(), batch.right_positives.tolist(), strict=True
+        batch.pairs.right_id.tolist(), batch.pairs.right_positives.tolist(), strict=True
     ):
         assert listed == [2 * right_id, 2 * right_id + 1]
 
@@ -112,10 +112,10 @@ def test_weights_and_mined_negatives_come_with_their_pairs():
     pairs = tiny_pairs(negatives=negatives, weights=np.arange(24) / 4, bad=(7,))
     for batch in make_loader(pairs, augment=False).batches(PLAN):
         indices = batch.indices.tolist()
-        assert batch.weights.tolist() == [i / 4 for i in indices]
-        assert batch.negative_id.tolist() == [n for pair in indices for n in negatives[pair]]
+        assert batch.pairs.weights.tolist() == [i / 4 for i in indices]
+        assert batch.pairs.negative_id.tolist() == [n for pair in indices for n in negatives[pair]]
     plain = next(make_loader().batches(PLAN))
-    assert plain.weights is plain.negative_id is None
+    assert plain.pairs.weights is plain.pairs.negative_id is None
 
 
 def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs():
@@ -124,7 +124,7 @@ def test_mined_negatives_are_augmented_by_the_seeds_after_those_of_their_pairs()
     seeds = [
         seed + number for seed in augmentation_seeds(3, 0, PLAN[0], "right") for number in (1, 2)
     ]
-    items = [pairs.item("right", item_id) for item_id in batch.negative_id.tolist()]
+    items = [pairs.item("right", item_id) for item_id in batch.pairs.negative_id.tolist()]
     assert torch.equal(batch.negatives["rows"], NumbersPrepare()(items, seeds)["rows"])
 
 
@@ -141,4 +141,4 @@ def test_negatives_that_an_objective_does_not_take_are_not_read(
     objective = kind(num_left=12, num_right=12, temperature=0.2).double()
     train(tmp_path, pairs=pairs, objective=objective, max_steps=2, save_every=None)
     assert pairs.negatives is not None
-    assert [batch.negative_id is not None for batch in batches] == [is_read] * 2
+    assert [batch.pairs.negative_id is not None for batch in batches] == [is_read] * 2
