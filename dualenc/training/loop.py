@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -83,10 +84,11 @@ class Loop:
             # Otherwise they would be read and encoded for nothing.
             self.pairs.negatives = None
         self.objective = objective
+        self.batching = batching
         self.device = torch.device(accelerator.device.type, accelerator.device.index)
         self.output = Path(settings.output)
         self._set_start()
-        self._build_parts(batching, evaluator)
+        self._build_parts(evaluator)
         self._log_ignored(pairs)
         # Last, because it reads all the data: mistakes in the settings are reported before that.
         described = fingerprint(self._described(), model, objective, pairs, batching)
@@ -113,10 +115,10 @@ class Loop:
         # Learning rate of the latest step.
         self._rate = 0.0
 
-    def _build_parts(self, batching: BatchSelector, evaluator: Evaluator | None) -> None:
+    def _build_parts(self, evaluator: Evaluator | None) -> None:
         """Create plan, loader, step, miner, evaluation and log, each from the ones before it."""
         settings = self.settings
-        self.plan = BatchPlan(batching, len(self.pairs), settings.seed, self.device)
+        self.plan = BatchPlan(self.batching, len(self.pairs), settings.seed, self.device)
         # The learning rate schedule depends on the number of steps, and that on the plan.
         self.total_steps = self._count_steps()
         self.loader = self._new_loader()
@@ -327,7 +329,9 @@ class Loop:
         """Step through the rest of an epoch."""
         if self.batch == 0:
             self._begin_epoch()
-        batches = self.plan.batches(self.epoch)
+        batches = self.plan.selected
+        if batches is None:
+            batches = np.asarray(self.batching.select(self.epoch), dtype=np.int64)
         clock = time.perf_counter()
         group: list[LoadedBatch] = []
         for batch in self.loader.batches(batches, self.epoch, start=self.batch):
@@ -417,7 +421,8 @@ class Loop:
         outputs = []
         for place, batch in enumerate(batches):
             output, left, right = step.accumulate(batch, self.batches_done + place, len(batches))
-            self.plan.observe(batch.indices, left, right, self.steps + 1)
+            if self.batching.needs_embeddings:
+                self.plan.observe(batch.indices, left, right, self.steps + 1)
             outputs.append(output)
         loss = torch.stack([output.loss.detach() for output in outputs]).mean()
         values: dict[str, Tensor | float] = {}

@@ -1,4 +1,4 @@
-"""Batch plan: the pairs in each batch of an epoch, random or selected by earlier embeddings."""
+"""Batch plan: batches selected by the embeddings of earlier steps."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ _STATE = ("left", "right", "selected")
 
 
 class BatchPlan:
-    """The batches of each epoch, identical on every rank and after a resume.
+    """The batches of an epoch by embeddings, identical on every rank and after a resume.
 
-    For selectors that need embeddings, the main process keeps (M, D) float16 tables of both sides.
-    A row holds the embedding from the step in which its pair was last used. Pairs that were never
-    used have random unit vectors.
+    The main process keeps (M, D) float16 tables of both sides. A row holds the embedding from the
+    step in which its pair was last used. Pairs that were never used have random unit vectors. For
+    selectors that need no embeddings it only counts steps.
 
     Args:
         selector: the batch selector.
         num_pairs: number of training pairs, M.
         seed: random seed for the initial vectors.
         device: device for exchanges between ranks; the CPU by default.
+
+    Attributes:
+        selected: (num_batches, B) pair indices of the epoch's batches, by embeddings; None before
+            there are any, and for selectors that need none.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class BatchPlan:
         self._buffer: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
     def observe(self, indices: Tensor, left: Tensor, right: Tensor, step: int) -> None:
-        """Remember the embeddings of this rank's batch, if the selector needs them.
+        """Remember the embeddings of this rank's batch, for a selector that needs them.
 
         Args:
             indices: (b,) pair indices.
@@ -59,11 +63,10 @@ class BatchPlan:
             right: (b, D) embeddings of the right items.
             step: number of the step.
         """
-        if self.selector.needs_embeddings:
-            # In half precision, which is enough to select batches: the tables have a row per pair.
-            left = left.detach().half()
-            right = right.detach().half()
-            self._buffer.append((indices.cpu(), left.cpu(), right.cpu(), step))
+        # In half precision, which is enough to select batches: the tables have a row per pair.
+        left = left.detach().half()
+        right = right.detach().half()
+        self._buffer.append((indices.cpu(), left.cpu(), right.cpu(), step))
 
     def _flush(self) -> None:
         """Write the buffers of all ranks into the tables. All ranks call it together."""
@@ -156,12 +159,6 @@ class BatchPlan:
             "random_loss": float(random_losses.mean()),
         }
         return batches, report
-
-    def batches(self, epoch: int) -> np.ndarray:
-        """Return the pair indices of an epoch's batches, (num_batches, B), in order."""
-        if self.selected is not None:
-            return self.selected
-        return np.asarray(self.selector.select(epoch), dtype=np.int64)
 
     def num_steps(self, epochs: int, gradient_accumulation: int = 1) -> int:
         """Return the number of optimizer steps in a number of epochs.
