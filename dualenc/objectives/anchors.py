@@ -120,7 +120,9 @@ class Anchors:
         # views first.
         half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
         halves = gathered.split(half_sizes, dim=1)
-        return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
+        lefts = halves[0::2]
+        rights = halves[1::2]
+        return torch.cat([*lefts, *rights], dim=1)
 
     def gather_lists(self, lists: Tensor) -> Tensor:
         """Gather lists (X, A, K) over ranks to (X, G, K'), padded in front with -1."""
@@ -203,11 +205,13 @@ def is_listed(ids: Tensor, lists: Tensor) -> Tensor:
     """
     if ids.dim() < lists.dim():
         ids = ids[..., None, :]
-    if lists.shape[-1] == 1:
+    *rows, length = lists.shape
+    if length == 1:
         return ids == lists
-    ids = ids.expand(*lists.shape[:-1], ids.shape[-1]).contiguous()
+    ids = ids.expand(*rows, -1).contiguous()  # (…, A, C)
     # Binary search: comparing with every entry would take an (…, A, C, K) mask.
-    column = torch.searchsorted(lists.contiguous(), ids).clamp_(max=lists.shape[-1] - 1)
+    column = torch.searchsorted(lists.contiguous(), ids)
+    column.clamp_(max=length - 1)
     return lists.gather(-1, column) == ids
 
 
@@ -219,15 +223,19 @@ def find(items: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
         not.
     """
     # Without candidates no column is valid for a later `gather`.
-    if not items.shape[1]:
+    num_candidates = items.shape[1]
+    if not num_candidates:
         return torch.zeros_like(sought, dtype=torch.bool), torch.zeros_like(sought)
     # Binary search, because comparing all pairs would be a second (X, A, C) matrix. The sort is
     # stable, so that the first copy is found.
     ordered, order = items.sort(dim=1, stable=True)
     flat = sought.flatten(1)
-    column = torch.searchsorted(ordered, flat).clamp(max=items.shape[1] - 1)
-    is_found = (ordered.gather(1, column) == flat) & (flat != PADDING)
-    return is_found.view_as(sought), order.gather(1, column).view_as(sought)
+    place = torch.searchsorted(ordered, flat)
+    place = place.clamp(max=num_candidates - 1)
+    is_equal = ordered.gather(1, place) == flat
+    is_found = is_equal & (flat != PADDING)
+    column = order.gather(1, place)
+    return is_found.view_as(sought), column.view_as(sought)
 
 
 def log_count(mask: Tensor, like: Tensor) -> Tensor:
@@ -240,4 +248,5 @@ def log_count(mask: Tensor, like: Tensor) -> Tensor:
 
 def log_mean(logits: Tensor) -> Tensor:
     """Return (X, A) log of the mean of exp over the finite logits (X, A, C), or -inf."""
-    return logits.logsumexp(dim=-1) - log_count(logits > -torch.inf, like=logits)
+    log_sum = logits.logsumexp(dim=-1)
+    return log_sum - log_count(logits > -torch.inf, like=logits)

@@ -280,7 +280,9 @@ class Objective(nn.Module):
         num_anchors = self.anchors_per_pair * sum(gathered.sizes)
         loss = losses.sum() * distributed.world_size() / max(num_anchors, 1)
         return ObjectiveOutput(
-            loss, losses.detach(), lambda: self._metrics(gathered, temperature.detach())
+            loss=loss,
+            per_anchor=losses.detach(),
+            compute_metrics=lambda: self._metrics(gathered, temperature.detach()),
         )
 
     def _begin_call(self) -> None:

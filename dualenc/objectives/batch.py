@@ -188,8 +188,10 @@ def known_positives(
         first = torch.searchsorted(ordered, ids)[:, None]
         position = first + torch.arange(most_copies, device=ids.device)
         inside = position.clamp(max=len(ordered) - 1)
-        is_shared = (ordered[inside] == ids[:, None]) & (position < len(ordered))
-        positives = torch.where(is_shared, all_partners[order[inside]], PADDING)
+        has_item = ordered[inside] == ids[:, None]
+        is_shared = has_item & (position < len(ordered))
+        sharing = all_partners[order[inside]]
+        positives = torch.where(is_shared, sharing, PADDING)
     if listed is not None:
         positives = torch.cat([positives, listed], dim=1)
     if positives.shape[1] == 1:

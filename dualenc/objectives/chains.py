@@ -109,7 +109,9 @@ class ChainObjective(Objective):
         # Keys of views contain no pair, because an image occurs in one pair only.
         key_sizes = [1]
         if not self.views:
-            key_sizes = [1 + (self.num_left or 0), 1 + (self.num_right or 0)]
+            num_left = self.num_left or 0
+            num_right = self.num_right or 0
+            key_sizes = [1 + num_left, 1 + num_right]
         self.register_buffer("keys_per_item", torch.tensor(key_sizes), persistent=False)
         self.draws = SharedRandom(self.seed)
         memories = []

@@ -55,9 +55,10 @@ def names_class(method: Method) -> Method:
 
 def check_range(argument: str, value: float, interval: str) -> None:
     """Raise unless `value` is a number in the interval, such as "(0, 1]"."""
-    low, high = (float(end) for end in interval[1:-1].split(", "))
-    includes_low = interval[0] == "["
-    includes_high = interval[-1] == "]"
+    ends = interval[1:-1].split(", ")
+    low, high = map(float, ends)
+    includes_low = interval.startswith("[")
+    includes_high = interval.endswith("]")
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # NaN fails both comparisons.
     is_above = is_number and (value > low or (includes_low and value == low))
@@ -165,8 +166,9 @@ def check_shapes(batch: PairBatch, views: bool) -> None:
 def _check_id_shape(name: str, values: Tensor, rows: Tensor) -> None:
     """Raise unless ids are integers (b,), or lists of positives (b, K), of the b rows."""
     is_list = name.endswith("positives")
-    fits = values.shape[:1] == rows.shape[:1] and values.dim() == 1 + is_list
-    if not fits or not are_ids(values):
+    has_rows = values.shape[:1] == rows.shape[:1]
+    has_dims = values.dim() == 1 + is_list
+    if not (has_rows and has_dims and are_ids(values)):
         shape = f"({len(rows)}, K)" if is_list else len(rows)
         fail(name, f"has shape {_shape_of(values)}", f"it must hold {shape} integer ids")
     if values.device != rows.device:
@@ -228,8 +230,11 @@ def read_extremes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float
     names = [name for name, tensor in tensors.items() if tensor.numel()]
     if not names:
         return {}
-    # Double precision is exact for all ids up to 2^53.
-    extremes = [torch.stack(tensors[name].double().aminmax()) for name in names]
+    extremes = []
+    for name in names:
+        # Double precision is exact for all ids up to 2^53.
+        values = tensors[name].double()
+        extremes.append(torch.stack(values.aminmax()))
     pairs: list[list[float]] = torch.stack(extremes).tolist()
     return {name: (low, high) for name, (low, high) in zip(names, pairs, strict=True)}
 

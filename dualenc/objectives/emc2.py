@@ -67,7 +67,8 @@ class EMC2(ChainObjective):
         # With in-batch proposals the walk needs no further scores. It runs before encoding, so that
         # states that do not outlive burn-in are never encoded.
         walk = self._walk(anchors, self._stored_scores(anchors, chain))
-        plan = self.plan_encoding(chain, keys, needed=walk.weights[..., -1] > 0)
+        weight_of_state = walk.weights[..., -1]  # (X, A)
+        plan = self.plan_encoding(chain, keys, needed=weight_of_state > 0)
         return plan._replace(walk=walk)
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
@@ -95,8 +96,9 @@ class EMC2(ChainObjective):
 
     def _stored_scores(self, anchors: Anchors, chain: ChainState) -> Tensor:
         """Return (X, A) stored s/τ of the states; -inf without one, so the first proposal wins."""
-        stored = self.similarity[chain.chains].to(anchors.embeddings) / anchors.temperature
-        scores = torch.where(chain.started, chain.start_scores, stored)
+        similarity = self.similarity[chain.chains].to(anchors.embeddings)
+        stored_scores = similarity / anchors.temperature
+        scores = torch.where(chain.started, chain.start_scores, stored_scores)
         return scores.masked_fill(chain.state == NO_STATE, -torch.inf).detach()
 
     @torch.no_grad()
@@ -139,13 +141,15 @@ class EMC2(ChainObjective):
         num_proposals = plan.keys.shape[1]
         has_moved = walk.column < num_proposals
         column = walk.column.clamp(max=num_proposals - 1)
-        state = torch.where(has_moved, plan.keys.gather(1, column), plan.chain.state)
+        accepted_keys = plan.keys.gather(1, column)
+        state = torch.where(has_moved, accepted_keys, plan.chain.state)
         # One dot product per anchor is cheaper than computing all (X, A, C) scores again.
         accepted = proposed.candidates.take_along_dim(column[..., None], dim=1)  # (X, A, D)
         accepted_scores = (proposed.embeddings * accepted).sum(dim=-1) / proposed.temperature
         scores = torch.where(has_moved, accepted_scores, start_scores)
         # Stored without τ, which changes between visits if it is learned.
-        self.store(proposed, plan.chain, state, (self.similarity, scores * proposed.temperature))
+        similarities = scores * proposed.temperature
+        self.store(proposed, plan.chain, state, (self.similarity, similarities))
 
 
 def metropolis_hastings(
@@ -176,11 +180,13 @@ def metropolis_hastings(
     step = np.zeros(num_chains, dtype=np.int64)
     for proposal in range(num_proposals):
         # Compared in logs: exp of a difference of scores overflows at small τ.
-        accepts = is_negative[proposal] & (score + log_uniform[proposal] < scores[proposal])
+        makes_step = is_negative[proposal]
+        threshold = score + log_uniform[proposal]
+        accepts = makes_step & (threshold < scores[proposal])
         np.copyto(state, proposal, where=accepts)
         np.copyto(score, scores[proposal], where=accepts)
-        step += is_negative[proposal]
-        visits[state, chains] += is_negative[proposal] & (step > num_skipped)
+        step += makes_step
+        visits[state, chains] += makes_step & (step > num_skipped)
     # A chain without proposals makes no step and has only visited its initial state.
     visits[num_proposals] += (num_steps == 0) & (start > -np.inf)
     return visits / np.maximum(num_steps - num_skipped, 1), state

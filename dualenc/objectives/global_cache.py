@@ -131,11 +131,13 @@ class GlobalCache(MemoryObjective):
         others = max(anchors.num_batch // self.num_views - 1, 0)
         in_batch = []
         for direction in anchors.directions:
-            num_others = max(self.corpus.size(direction) - 1, 1)  # M − 1
-            in_batch.append(min(others / num_others, 1.0))
+            num_pairs = self.corpus.size(direction)  # M
+            share = others / max(num_pairs - 1, 1)
+            in_batch.append(min(share, 1.0))
         expected = anchors.per_direction(in_batch) + num_draws * shares.where(is_known, 0.0)
         # Clamped, so that an item that could not be expected has a large weight and not inf.
-        log_expected = expected.clamp(min=torch.finfo(expected.dtype).tiny).log()
+        smallest = torch.finfo(expected.dtype).tiny
+        log_expected = expected.clamp(min=smallest).log()
         # All ranks made the same draws; each encodes its share of them.
         num_candidates = anchors.candidates.shape[1]  # C
         own, sizes = distributed.share(items[:, num_candidates:].T)
@@ -221,8 +223,10 @@ class GlobalCache(MemoryObjective):
         )
         # log Z = log(mean of exp(s/τ) over what is seen) + log(number of negatives).
         number = number + num_batch * with_batch
-        log_seen = torch.logaddexp(log_seen, log_batch.masked_fill(~with_batch, -torch.inf))
-        log_mean = log_seen - number.clamp(min=torch.finfo(number.dtype).tiny).log()
+        log_added = log_batch.masked_fill(~with_batch, -torch.inf)
+        log_seen = torch.logaddexp(log_seen, log_added)
+        smallest = torch.finfo(number.dtype).tiny
+        log_mean = log_seen - number.clamp(min=smallest).log()
         return log_mean + self.corpus.log_num_negatives(anchors)
 
 
@@ -276,10 +280,12 @@ def mean_shares(
     size = max(1, BLOCK_ENTRIES // max(1, items.numel()))
     for start in range(0, queries.shape[1], size):
         block = slice(start, start + size)
-        log_shares = queries[:, block] @ remembered.mT - log_sum[:, block]  # (X, a, n)
+        scores = queries[:, block] @ remembered.mT  # (X, a, n) s/τ
+        log_shares = scores - log_sum[:, block]
         # log(e^s/(Z + stride·e^s)) = (s − log Z) − softplus(s − log Z + log stride)
         outside = log_shares - softplus(log_shares + log_strides[..., None])
-        shares = torch.where(in_pool[:, None], log_shares, outside).exp().clamp(max=1.0)
+        log_shares = torch.where(in_pool[:, None], log_shares, outside)
+        shares = log_shares.exp().clamp(max=1.0)
         is_hidden = is_listed(items, hidden[:, block])
         total += shares.masked_fill(is_hidden, 0.0).sum(dim=1)
     num_seeing = distributed.all_reduce(sees.sum(dim=1, keepdim=True))

@@ -42,11 +42,13 @@ class ISIR(ChainObjective):
         proposed, outside_scores = self.embedded(anchors, plan, outside)
         # Drawn for the global batch, so that the moves do not depend on the number of ranks.
         shape = (len(anchors.directions), anchors.num_batch)
-        uniform = self.draws.uniform(*shape, like=anchors.embeddings)[:, anchors.batch_rows]
+        all_uniform = self.draws.uniform(*shape, like=anchors.embeddings)  # (X, G)
+        uniform = all_uniform[:, anchors.batch_rows]  # (X, A)
         # A state whose own pair is among the proposals must not count twice. The two views of an
         # image are proposed together.
-        is_proposed, _ = find(plan.keys, plan.chain.state[..., None])
-        counts_separately = (plan.chain.state != NO_STATE)[..., None] & ~is_proposed  # (X, A, 1)
+        state = plan.chain.state[..., None]  # (X, A, 1)
+        is_proposed, _ = find(plan.keys, state)
+        counts_separately = (state != NO_STATE) & ~is_proposed
         log_copies = self._log_copies(plan.keys)
 
         def weigh(
@@ -106,8 +108,9 @@ class ISIR(ChainObjective):
             # If the chain stays on its image, the view that was drawn is stored.
             view = (drawn - num_proposals).clamp(min=0)
             views = self.items_of_state(staying)  # (X, A, 2)
-            staying = views.gather(-1, view[..., None])[..., 0]
-        proposed = plan.keys.gather(1, drawn.clamp(max=num_proposals - 1))
+            staying = views.gather(-1, view[..., None]).squeeze(-1)
+        column = drawn.clamp(max=num_proposals - 1)
+        proposed = plan.keys.gather(1, column)
         return torch.where(drawn < num_proposals, proposed, staying)
 
 

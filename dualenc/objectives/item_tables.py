@@ -41,7 +41,8 @@ def first_occurrence(ids: Tensor, preferred: Tensor | None = None) -> Tensor:
     if preferred is not None:
         keys = smallest + ~preferred
     ordered, order = keys.sort(stable=True)
-    return order[torch.searchsorted(ordered, smallest)]
+    first = torch.searchsorted(ordered, smallest)
+    return order[first]
 
 
 def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,8 +53,11 @@ def mean_over_duplicates(values: Tensor, usable: Tensor, first: Tensor) -> tuple
     """
     zeros = torch.zeros_like(values)
     usable_values = values.masked_fill(~usable, 0.0)
-    total = zeros.index_add(0, first, usable_values)[first]
-    count = zeros.index_add(0, first, usable.to(values))[first]
+    # In the first row of each item; indexing with `first` copies it to the others.
+    totals = zeros.index_add(0, first, usable_values)
+    counts = zeros.index_add(0, first, usable.to(values))
+    total = totals[first]
+    count = counts[first]
     return total / count.clamp(min=1), count > 0
 
 
@@ -65,12 +69,16 @@ def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Ten
     first = first_occurrence(rows)
     log_values = log_values.masked_fill(~usable, -torch.inf)
     # Divided by the largest value of the item, so that exp stays in range.
-    peak = torch.full_like(log_values, -torch.inf)
-    peak = peak.scatter_reduce(0, first, log_values, reduce="amax")[first]
-    mean, written = mean_over_duplicates(torch.exp(log_values - peak), usable, first)
+    lowest = torch.full_like(log_values, -torch.inf)
+    peaks = lowest.scatter_reduce(0, first, log_values, reduce="amax")
+    peak = peaks[first]
+    scaled = torch.exp(log_values - peak)
+    mean, written = mean_over_duplicates(scaled, usable, first)
     write_rows(table, rows, peak + mean.log(), written)
 
 
 def write_rows(table: Tensor, rows: Tensor, values: Tensor, written: Tensor) -> None:
     """Write values (n,) into rows (n,) of a table where `written`; duplicates must be equal."""
-    table[rows] = torch.where(written, values.to(table), table[rows])
+    old = table[rows]
+    new = values.to(table)
+    table[rows] = torch.where(written, new, old)

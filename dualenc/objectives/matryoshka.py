@@ -115,9 +115,13 @@ class Matryoshka(Objective):
             prefixes = {name: prefix(vectors, dim) for name, vectors in embeddings.items()}
             encode_dim = None if encode is None else partial(encode_prefix, encode, dim)
             outputs[dim] = objective.compute_loss(replace(batch, **prefixes), encode_dim)
-        loss = torch.stack([output.loss for output in outputs.values()]).mean()
-        per_anchor = torch.stack([output.per_anchor for output in outputs.values()]).mean(dim=0)
-        return ObjectiveOutput(loss, per_anchor, lambda: metrics_by_dim(outputs))
+        losses = [output.loss for output in outputs.values()]
+        per_anchor = [output.per_anchor for output in outputs.values()]
+        return ObjectiveOutput(
+            loss=torch.stack(losses).mean(),
+            per_anchor=torch.stack(per_anchor).mean(dim=0),
+            compute_metrics=lambda: metrics_by_dim(outputs),
+        )
 
 
 def prefix(vectors: Tensor, dim: int) -> Tensor:

@@ -152,10 +152,13 @@ class EmbeddingMemory(nn.Module):
         replaced = self._counts_of(self._items_at(rows))
         # Padding rewrites the present value, because selecting the items would wait for the device,
         # too.
-        write_rows(self.keys, rows, keys[first], is_item[first])
+        is_written = is_item[first]
+        write_rows(self.keys, rows, keys[first], is_written)
         stored = self._counts_of(self._items_at(rows))
-        self.num_held += ((stored - replaced) * is_first).sum()
-        write_rows(self.embeddings, rows, embeddings.detach()[first], is_item[first, None])
+        added = (stored - replaced) * is_first
+        self.num_held += added.sum()
+        new = embeddings.detach()[first]
+        write_rows(self.embeddings, rows, new, is_written[:, None])
 
     def due(self, share: float) -> Tensor:
         """Return (n,) items to re-encode in this step, on the CPU: a share of the corpus."""
@@ -342,7 +345,8 @@ class EmbeddingMemory(nn.Module):
 
     def _count_all(self) -> None:
         """Count the items of this rank; `write` updates the number from then on."""
-        self.num_held.copy_(self._counts_of(self._items_at(slice(None))).sum())
+        items = self._items_at(slice(None))
+        self.num_held.copy_(self._counts_of(items).sum())
 
     def _counts_of(self, items: Tensor) -> Tensor:
         """Return (…) the multiplicity of items (…); 0 for -1, an empty slot."""
@@ -453,7 +457,8 @@ def draw_per_anchor(
     draws = []
     for x, direction in enumerate(anchors.directions):
         memory = memories[direction]
-        draws.append(memory.draw(queries[x], hidden[x], uniform[:, direction]))
+        draw = memory.draw(queries[x], hidden[x], uniform[:, direction])
+        draws.append(draw)
     by_field = [torch.stack(values) for values in zip(*draws, strict=True)]  # (X, G) each
     return MemoryDraws(*(values[:, anchors.batch_rows] for values in by_field))
 
@@ -504,4 +509,5 @@ def _own_interval(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ends = values.cumsum(dim=0)
     bounds = torch.cat([torch.zeros_like(ends[:1]), ends])
     rank = distributed.rank()
-    return bounds[rank], bounds[rank + 1], ends[-1]
+    start, end = bounds[rank : rank + 2]
+    return start, end, ends[-1]

@@ -106,7 +106,10 @@ class NegativeCache(MemoryObjective):
             own, sizes = distributed.share(due)
             # The same number of chunks on every rank, because all must make the same collective
             # passes.
-            chunks = own.tensor_split(math.ceil(max(sizes) / REFRESH_CHUNK))
-            encoded = torch.cat([encoder(chunk[None], (direction,))[0] for chunk in chunks])
-            embeddings = distributed.gather(encoded, sizes)
+            num_chunks = math.ceil(max(sizes) / REFRESH_CHUNK)
+            encoded = []
+            for chunk in own.tensor_split(num_chunks):
+                [embeddings] = encoder(chunk[None], (direction,))
+                encoded.append(embeddings)
+            embeddings = distributed.gather(torch.cat(encoded), sizes)
             memory.write(due.to(embeddings.device, non_blocking=True), embeddings)

@@ -55,7 +55,8 @@ class OutsideEncoder:
             embeddings = torch.stack([self._embed_views(row) for row in ids])
         else:
             sides = [CANDIDATE_SIDES[direction] for direction in directions]
-            embeddings = torch.stack(self._embed(list(zip(sides, ids, strict=True))))
+            parts = list(zip(sides, ids, strict=True))
+            embeddings = torch.stack(self._embed(parts))
         check_encoded(embeddings)
         return embeddings
 
@@ -86,7 +87,9 @@ class OutsideEncoder:
     def _encode(self, parts: list[tuple[Side, Tensor]]) -> list[Tensor]:
         """Return (n, D) embeddings of each part, a side and distinct ids (n,)."""
         # Several processes encode even without items: all must take part in collective passes.
-        to_encode = [(side, ids) for side, ids in parts if len(ids) or distributed.is_initialized()]
+        to_encode = parts
+        if not distributed.is_initialized():
+            to_encode = [(side, ids) for side, ids in parts if len(ids)]
         encode_sides = getattr(self.encode, "sides", None)
         with self._autocast:
             if encode_sides is not None and len(to_encode) > 1:

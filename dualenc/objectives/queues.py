@@ -88,7 +88,8 @@ class MomentumQueue(Objective):
 
 def _info_nce(block: Anchors, positive: Tensor) -> Tensor:
     """Return (X, a) −log of the positive's share; its score is s⁺/τ (X, a)."""
-    logits = torch.cat([positive[..., None], block.logits], dim=-1)  # (X, a, 1 + C)
+    positive_column = positive[..., None]
+    logits = torch.cat([positive_column, block.logits], dim=-1)  # (X, a, 1 + C)
     return logits.logsumexp(dim=-1) - positive
 
 
@@ -131,11 +132,13 @@ class EmbeddingQueue(nn.Module):
         """
         if not self.num_written:
             self.embeddings = embeddings.new_zeros(self.size, embeddings.shape[1])
-        positions = torch.arange(self.num_written, self.num_written + len(ids), device=ids.device)
-        rows = positions[-self.size :] % self.size
-        self.ids[rows] = ids[-self.size :]
-        self.embeddings[rows] = embeddings[-self.size :].to(self.embeddings)
+        before = self.num_written
         self.num_written += len(ids)
+        positions = torch.arange(before, self.num_written, device=ids.device)
+        latest = slice(-self.size, None)
+        rows = positions[latest] % self.size
+        self.ids[rows] = ids[latest]
+        self.embeddings[rows] = embeddings[latest].to(self.embeddings)
 
     def get_extra_state(self) -> Tensor:
         """Return the number of embeddings ever written, for the state dict."""

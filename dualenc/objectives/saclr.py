@@ -89,7 +89,8 @@ class SACLR(Objective):
         log_num = has_negatives * self.corpus.log_num_negatives(anchors)
         with torch.no_grad():
             log_scale = self._update_scale(anchors, log_positive, log_mean, log_num)
-        repulsion = torch.exp(torch.logaddexp(log_positive, log_mean + log_num) - log_scale)
+        log_sum = torch.logaddexp(log_positive, log_mean + log_num)  # log(q⁺ + n·mean q)
+        repulsion = torch.exp(log_sum - log_scale)
         # At the exact scale the I-divergence is the cross-entropy: −log q⁺ + log(1/s) + s·Σq − 1
         # (Eq. 13).
         losses = repulsion - log_positive + log_scale - 1
@@ -112,7 +113,8 @@ class SACLR(Objective):
 
     def _all_but_one(self, not_negative: Tensor, uniform: Tensor) -> Tensor:
         """Return (X, A, C) True except for the drawn negative, or both views of it."""
-        allowed = ~not_negative[..., : not_negative.shape[-1] // self.num_views]
+        num_items = not_negative.shape[-1] // self.num_views
+        allowed = ~not_negative[..., :num_items]
         count = allowed.sum(dim=-1)
         last = (count - 1).clamp(min=0)
         chosen = (uniform * count).long().clamp(max=last)
@@ -125,10 +127,13 @@ class SACLR(Objective):
         self, anchors: Anchors, log_positive: Tensor, log_mean: Tensor, log_num: Tensor
     ) -> Tensor:
         """Return (X, A) log 1/s, updated by this step's ξ."""
-        corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))
-        log_new = log_positive + torch.log(self.alpha * corpus_sizes + 1 - self.alpha)  # log ξ
+        corpus_sizes = anchors.per_direction(map(self.corpus.size, anchors.directions))  # N
+        # ξ = (α·N + 1 − α)·q⁺ + (1 − α)·n·mean q
+        factor = self.alpha * corpus_sizes + 1 - self.alpha
+        log_new = log_positive + torch.log(factor)
         if self.alpha < 1:
-            log_new = torch.logaddexp(log_new, log_mean + log_num + math.log1p(-self.alpha))
+            log_negatives = log_mean + log_num + math.log1p(-self.alpha)
+            log_new = torch.logaddexp(log_new, log_negatives)
         rows = anchors.rows
         if self.form == "matrix":
             rows = anchors.per_direction(anchors.directions).long().expand_as(rows)

@@ -169,7 +169,8 @@ class ISogCLR(SogCLR):
                 weighted_margin = torch.exp(log_means - log_u) * (mean_similarity - positive)
                 slope = log_u - positive / tau + self.radius - weighted_margin / tau
                 self._move_temperatures(anchors, slope, log_means > -torch.inf)
-            value = self.log_odds(log_u + self.corpus.log_num_negatives(anchors), positive / tau)
+            log_partition = log_u + self.corpus.log_num_negatives(anchors)
+            value = self.log_odds(log_partition, positive / tau)
         self.record(own_temperature=tau)
         return anchors.in_blocks(self._weigh, tau, log_u, value)
 
@@ -180,8 +181,10 @@ class ISogCLR(SogCLR):
         The mean similarity is NaN without negatives.
         """
         similarities = block.similarities  # (X, a, C)
-        logits = (similarities / tau[..., None]).masked_fill(block.not_negative, -torch.inf)
-        mean_similarity = (logits.softmax(dim=-1) * similarities).sum(dim=-1)
+        scores = similarities / tau[..., None]  # s/τ_a
+        logits = scores.masked_fill(block.not_negative, -torch.inf)
+        shares = logits.softmax(dim=-1)
+        mean_similarity = (shares * similarities).sum(dim=-1)
         return log_mean(logits), mean_similarity
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
