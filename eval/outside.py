@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from dualenc.errors import DualencError
-from dualenc.objectives import Objective, ObjectiveOutput
+from dualenc.objectives import Objective
 from dualenc.objectives.anchors import Anchors
 
 GAMMA = 0.5
@@ -72,17 +72,15 @@ def report_progress(objective: Objective, num_batches: int) -> None:
     many."""
     if not hasattr(objective, "set_progress"):
         return
-    compute_loss = objective.compute_loss
     num_seen = 0
 
-    def with_progress(*arguments: Any) -> ObjectiveOutput:
+    def before_batch(*_: Any) -> None:
         nonlocal num_seen
         if objective.training and torch.is_grad_enabled():
             objective.set_progress(num_seen / num_batches)
             num_seen += 1
-        return compute_loss(*arguments)
 
-    objective.compute_loss = with_progress  # type: ignore[method-assign]
+    objective.register_forward_pre_hook(before_batch)
 
 
 class PlainLoss(Objective):

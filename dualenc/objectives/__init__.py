@@ -22,6 +22,7 @@ from dualenc.objectives.in_batch import DCL, HCL, InfoNCE, SigLIP
 from dualenc.objectives.isir import ISIR
 from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.objectives.negative_cache import NegativeCache
+from dualenc.objectives.pair_batch import PairBatch
 from dualenc.objectives.queues import MomentumQueue
 from dualenc.objectives.saclr import SACLR
 from dualenc.objectives.sogclr import ISogCLR, SogCLR
@@ -42,6 +43,7 @@ __all__ = [
     "NegativeCache",
     "Objective",
     "ObjectiveOutput",
+    "PairBatch",
     "SigLIP",
     "SogCLR",
 ]

@@ -120,9 +120,7 @@ class Anchors:
         # views first.
         half_sizes = [size // 2 for size in self.sizes for _ in ("left", "right")]
         halves = gathered.split(half_sizes, dim=1)
-        lefts = halves[0::2]
-        rights = halves[1::2]
-        return torch.cat([*lefts, *rights], dim=1)
+        return torch.cat([*halves[0::2], *halves[1::2]], dim=1)
 
     def gather_lists(self, lists: Tensor) -> Tensor:
         """Gather lists (X, A, K) over ranks to (X, G, K'), padded in front with -1."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -249,15 +249,15 @@ class Objective(nn.Module):
 
     @names_class
     def compute_loss(self, batch: PairBatch, encode: Encode | None = None) -> ObjectiveOutput:
-        """Return the loss of this rank's part of a batch; `forward` and `Trainer` call this.
+        """Return the loss of this rank's part of a batch; `forward` makes the batch and calls this.
 
-        Override this method, and not `forward`, to change batch or result for both.
+        Wrappers override this method: a batch has all arguments of `forward` as one object.
 
         Args:
             batch: pairs with embeddings.
             encode: see `forward`.
         """
-        self._check_given(encode, batch.embeddings.keys() | batch.ids.keys())
+        self._check_given(batch, encode)
         check_tensors(batch.embeddings)
         left = batch.embeddings["left"]
         self._check_dimension(left.shape[-1])
@@ -373,18 +373,19 @@ class Objective(nn.Module):
             counts = None if counts is None else counts.where(counts > 0, 1)
             memory.expect(self.corpus.num_pairs * self.num_views, counts)
 
-    def _check_given(self, encode: Encode | None, names: Set[str]) -> None:
+    def _check_given(self, batch: PairBatch, encode: Encode | None) -> None:
         """Raise if a required argument is missing, or one is passed that would be ignored."""
         if self.needs_encode and not callable(encode):
             fix = "pass encode(side, ids) -> (n, D) that embeds items by id"
             fail("encode", "is missing", fix)
-        has_keys = [name in names for name in ("keys_left", "keys_right")]
+        has_keys = [keys is not None for keys in (batch.keys_left, batch.keys_right)]
         if self.momentum is not None and not all(has_keys):
             fix = "pass the momentum encoder's embeddings, as Trainer does"
             fail("keys_left", "and keys_right are missing", fix)
         if self.momentum is None and any(has_keys):
             fail("keys_left", "and keys_right do not apply", "leave them out, or use MomentumQueue")
-        if not self.takes_mined and not names.isdisjoint({"negatives", "negative_id"}):
+        has_mined = batch.negatives is not None or batch.negative_id is not None
+        if has_mined and not self.takes_mined:
             fail("negatives", "do not apply", "leave them and negative_id out, as Trainer does")
 
     def _check_dimension(self, dimension: int) -> None:

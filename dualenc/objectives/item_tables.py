@@ -79,6 +79,4 @@ def write_log_means(table: Tensor, rows: Tensor, log_values: Tensor, usable: Ten
 
 def write_rows(table: Tensor, rows: Tensor, values: Tensor, written: Tensor) -> None:
     """Write values (n,) into rows (n,) of a table where `written`; duplicates must be equal."""
-    old = table[rows]
-    new = values.to(table)
-    table[rows] = torch.where(written, new, old)
+    table[rows] = torch.where(written, values.to(table), table[rows])

@@ -36,20 +36,20 @@ class PairBatch:
     @property
     def ids(self) -> dict[str, Tensor]:
         """Ids and lists of positives, by argument."""
-        ids = {"left_id": self.left_id, "right_id": self.right_id}
-        return ids | given(
+        optional = given(
             negative_id=self.negative_id,
             left_positives=self.left_positives,
             right_positives=self.right_positives,
         )
+        return {"left_id": self.left_id, "right_id": self.right_id, **optional}
 
     @property
     def embeddings(self) -> dict[str, Any]:
         """Embeddings by argument. Both sides are included even if they are missing."""
-        embeddings = {"left": self.left, "right": self.right}
-        return embeddings | given(
+        optional = given(
             negatives=self.negatives, keys_left=self.keys_left, keys_right=self.keys_right
         )
+        return {"left": self.left, "right": self.right, **optional}
 
     def to(self, device: torch.device) -> PairBatch:
         """Copy all tensors to a device, without waiting for it."""
@@ -60,9 +60,8 @@ class PairBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
-        return replace(
-            self, **{name: function(value) for name, value in given(**vars(self)).items()}
-        )
+        tensors = given(**vars(self))
+        return replace(self, **{name: function(tensor) for name, tensor in tensors.items()})
 
 
 def given(**arguments: Any) -> dict[str, Any]:

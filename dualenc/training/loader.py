@@ -146,9 +146,9 @@ class BatchLoader:
         """
         pairs, bad = self._read(indices)
         # Only after preparation is it known whether a text has tokens.
-        if without := dict(self._without_tokens(pairs)):
-            bad += without.items()
-            pairs = [pair for pair in pairs if pair.index not in without]
+        without_tokens = self._without_tokens(pairs)
+        bad += without_tokens.items()
+        pairs = [pair for pair in pairs if pair.index not in without_tokens]
         numbers = [pair.index for pair in pairs]
         left_seeds = augmentation_seeds(self.seed, epoch, numbers, "left")
         right_seeds = augmentation_seeds(self.seed, epoch, numbers, "right")
@@ -201,8 +201,8 @@ class BatchLoader:
                 bad.append((index, str(error)))
         return pairs, bad
 
-    def _without_tokens(self, pairs: list[Pair]) -> list[tuple[int, str]]:
-        """Return (index, reason) of the pairs with a text without tokens, a zero vector."""
+    def _without_tokens(self, pairs: list[Pair]) -> dict[int, str]:
+        """Return the reason for each pair with a text without tokens, a zero vector, by index."""
         bad: dict[int, str] = {}
         for side in SIDES:
             items = []
@@ -220,7 +220,7 @@ class BatchLoader:
         if bad and self.on_error == "raise":
             index, reason = next(iter(bad.items()))
             raise BadSample(reason, where=f"pair {index}")
-        return list(bad.items())
+        return bad
 
     def _prepared(self, side: Side, items: list[Any], seeds: list[int]) -> Inputs:
         # Not every preparation accepts an empty list.

@@ -13,7 +13,6 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
-from dualenc.errors import DualencError
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights, trained_state
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
@@ -54,11 +53,6 @@ class TrainStep:
         total_steps: int,
         device: torch.device,
     ) -> None:
-        if type(objective).forward is not Objective.forward:
-            raise DualencError(
-                f"{objective.name} overrides forward, which Trainer does not call",
-                fix="override compute_loss(batch, encode), which forward calls, too",
-            )
         self.settings = settings
         self.model = model
         self.objective = objective
@@ -136,7 +130,8 @@ class TrainStep:
         negatives = mined[0] if mined else None
         ids = batch.pairs.to(self.device)
         pairs = replace(ids, left=left, right=right, negatives=negatives, **keys)
-        output = self.objective.compute_loss(pairs, self.items)
+        # Called as a module, so that forward hooks run and overrides of `forward` count.
+        output = self.objective(**vars(pairs), encode=self.items)
         # The step uses the mean gradient of its batches. The logged loss is not divided.
         loss = output.loss / group_size
         if self.scaler is not None:

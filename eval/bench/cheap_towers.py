@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jsonargparse import auto_cli
@@ -26,7 +25,6 @@ from comparison_tasks import TASKS, Task
 from small_batch import objective_of
 
 from dualenc.evaluation.report_page import Table, print_table
-from dualenc.objectives import ObjectiveOutput
 from dualenc.training import Trainer
 
 
@@ -38,13 +36,7 @@ def seconds_per_step(task: Task, objective: str, batch_size: int, steps: int) ->
         num_left=pairs.num_left, num_right=pairs.num_right, temperature=0.05
     )
     times: list[float] = []
-    compute_loss = criterion.compute_loss
-
-    def timed(*arguments: Any) -> ObjectiveOutput:
-        times.append(time.process_time())
-        return compute_loss(*arguments)
-
-    criterion.compute_loss = timed  # type: ignore[method-assign]
+    criterion.register_forward_pre_hook(lambda *_: times.append(time.process_time()))
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             output=folder, batch_size=batch_size, max_steps=steps, save_every=None, progress=False

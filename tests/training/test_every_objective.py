@@ -18,11 +18,11 @@ from dualenc.objectives import (
     NegativeCache,
     Objective,
     ObjectiveOutput,
+    PairBatch,
     SogCLR,
 )
 from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.objectives.outside_items import Encode
-from dualenc.objectives.pair_batch import PairBatch
 from dualenc.recipe.resolve import make_recipe
 from tests.helpers.every import make
 from tests.helpers.fakes import TinyEncoder, same, tiny_pairs, weights
