@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dualenc.objectives.anchors import Anchors
 from dualenc.seeds import derive_seed
 
 
@@ -36,6 +37,12 @@ class SharedRandom(nn.Module):
         """
         generator = self._next(like.device)
         return torch.rand(shape, generator=generator, device=like.device, dtype=torch.float64)
+
+    def per_anchor(self, anchors: Anchors) -> Tensor:
+        """Return (X, A) draws in [0, 1), one per anchor, whatever the number of ranks."""
+        num_directions = len(anchors.directions)
+        all_draws = self.uniform(num_directions, anchors.num_batch, like=anchors.embeddings)
+        return all_draws[:, anchors.batch_rows]
 
     def integers(self, high: int, *shape: int, device: torch.device) -> Tensor:
         """Return integers drawn uniformly from [0, high)."""

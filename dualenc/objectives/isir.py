@@ -40,10 +40,7 @@ class ISIR(ChainObjective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         assert outside is not None
         proposed, outside_scores = self.embedded(anchors, plan, outside)
-        # Drawn for the global batch, so that the moves do not depend on the number of ranks.
-        shape = (len(anchors.directions), anchors.num_batch)
-        all_uniform = self.draws.uniform(*shape, like=anchors.embeddings)  # (X, G)
-        uniform = all_uniform[:, anchors.batch_rows]  # (X, A)
+        uniform = self.draws.per_anchor(anchors)  # (X, A)
         # A state whose own pair is among the proposals must not count twice. The two views of an
         # image are proposed together.
         state = plan.chain.state[..., None]  # (X, A, 1)

@@ -80,10 +80,7 @@ class SACLR(Objective):
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         draws = []
         if self.negatives == 1:
-            # Drawn for the global batch, so that draws do not depend on the number of ranks.
-            shape = (len(anchors.directions), anchors.num_batch)
-            uniform = self.draws.uniform(*shape, like=anchors.embeddings)
-            draws.append(uniform[:, anchors.batch_rows])
+            draws.append(self.draws.per_anchor(anchors))
         log_mean, has_negatives = anchors.in_blocks(self._log_mean_kernel, *draws)
         log_positive = log_kernel(anchors.positive_similarities, anchors.temperature)
         log_num = has_negatives * self.corpus.log_num_negatives(anchors)
