@@ -152,7 +152,7 @@ class BatchLoader:
         numbers = [pair.index for pair in pairs]
         left_seeds = augmentation_seeds(self.seed, epoch, numbers, "left")
         right_seeds = augmentation_seeds(self.seed, epoch, numbers, "right")
-        negatives = []
+        negatives: list[Any] = []
         negative_seeds: list[int] = []
         for pair, seed in zip(pairs, right_seeds, strict=True):
             negatives += pair.negatives
