@@ -37,9 +37,8 @@ def main(folder: Path = Path("runs/example_search"), model_name: str | None = No
     # measured.
     index = Index.build(embeddings, factory="auto")
     index.save(folder / "index")
-    print(
-        f"{len(index)} documents, {index.provenance.factory}, recall@10 {index.provenance.recall_at_10:.3f}"
-    )
+    built = index.provenance
+    print(f"{len(index)} documents, {built.factory}, recall@10 {built.recall_at_10:.3f}")
 
     index = Index.open(folder / "index")
     queries = ["azure crystal light", "ebony timber sofa"]

@@ -1,4 +1,4 @@
-"""One batch object: by it and by the arguments of `forward`, every objective gives the same loss."""
+"""Every objective gives one loss for a batch object and for the arguments of `forward`."""
 
 from __future__ import annotations
 

@@ -16,12 +16,10 @@ from dualenc.objectives import (
     InfoNCE,
     MomentumQueue,
     NegativeCache,
-    Objective,
     ObjectiveOutput,
     PairBatch,
     SogCLR,
 )
-from dualenc.objectives.matryoshka import Matryoshka
 from dualenc.objectives.outside_items import Encode
 from dualenc.recipe.resolve import make_recipe
 from tests.helpers.every import make

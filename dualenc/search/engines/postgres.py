@@ -337,7 +337,7 @@ class PostgresIndex(Engine):
         self.check_state(self._fetch_state(cursor))
 
     def ladder(self) -> Iterator[Settings]:
-        return ladder(self.index, self.provenance.settings)
+        return ladder(self.index, dict(self.provenance.settings))
 
     def texts_by_id(self) -> dict[str, str]:
         text = SQL("text" if self.has_snippets else "NULL")
