@@ -187,7 +187,7 @@ def test_damage_is_noticed(tmp_path: Path, name: str, place: float | None) -> No
     ("change", "message"),
     [
         ({"files": {"../../etc/passwd": "0" * 64}}, "its files are not those of the folder"),
-        ({"sizes": 7}, "its sizes are not those of the folder"),
+        ({"sizes": 7}, "'sizes' is an integer, not an object"),
         ({"shard_rows": [-834, 833, 833]}, "shard_rows .* do not describe embeddings"),
         ({"dim": 10**30}, "instead of float32 vectors of dimension 10+"),
         ({"dtype": "object"}, "dtype object and .* do not describe embeddings"),

@@ -162,8 +162,8 @@ def test_a_missing_file(folder: Path, name: str) -> None:
     [
         ({"files": {"../../etc/passwd": "0" * 64}}, "its files are not those of the folder"),
         ({"dim": 10**30}, "dim is 10+, but index.faiss has 16"),
-        ({"metric": "l2"}, "metric is 'l2', not cosine or ip"),
-        ({"side": {}}, "side is '{}', not left or right"),
+        ({"metric": "l2"}, "'metric' is 'l2', not cosine or ip"),
+        ({"side": {}}, "'side' is '{}', not left or right"),
         ({"search_parameters": 5}, "'search_parameters' is an integer, not an object"),
         ({"version": 99}, "has format 99 of another dualenc"),
         ({"format": "dualenc embeddings"}, "not an index"),
