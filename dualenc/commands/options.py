@@ -34,7 +34,7 @@ def refuse_together(option: str, others: Mapping[str, object]) -> None:
 
 def given_options(options: Any) -> dict[str, bool]:
     """Return for each option of a group, such as "--batch-size", if it differs from its default."""
-    # cyclopts does not say which options were typed; one that equals its default has no effect.
+    # cyclopts does not say which options were typed; one that equals its default changes nothing.
     default = vars(type(options)())
     changed = {name: value != default[name] for name, value in vars(options).items()}
     return {f"--{name.replace('_', '-')}": is_changed for name, is_changed in changed.items()}

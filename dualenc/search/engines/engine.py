@@ -361,7 +361,7 @@ class Engine(ABC):
         recorded = self.provenance.embeddings
         if recorded is None or not is_embeddings(recorded):
             return None
-        # A folder that was corrupted or written again since is no reason to fail.
+        # Not an error: the folder may have been corrupted or written again since.
         with suppress(DualencError):
             embeddings = Embeddings.open(recorded)
             fingerprint = embeddings_fingerprint(embeddings, self.provenance.metric)

@@ -131,7 +131,7 @@ class QdrantIndex(Engine):
 
     def _delete_own(self, name: str) -> None:
         """Delete a collection if it was made for this alias; leave all others."""
-        # The beginning of the name is not enough: "items-2" may be a collection of its own.
+        # The beginning of the name is not enough: "items-2" may be another collection.
         if not self.client.collection_exists(name):
             return
         metadata = self.client.get_collection(name).config.metadata or {}

@@ -79,7 +79,7 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
     for path in work.iterdir():
         if path.name in (PLAN, *_ARRAYS) or re.fullmatch(r"\..*\.part", path.name):
             continue
-        # The name alone is no proof: users may have a folder "old" or "next" of their own.
+        # The name alone proves nothing: users may have their own folder "old" or "next".
         # A killed process may leave a folder with nothing but its lock.
         is_bare = path.is_dir() and set(os.listdir(path)) <= {"create.lock"}
         if path.name in _INDEXES:
