@@ -67,7 +67,8 @@ def test_a_signal_saves_and_ends_the_run_which_resumes_bit_for_bit(
     tmp_path, number, code, to_group, settings
 ):
     run = tmp_path / "run"
-    (process,) = launch(tmp_path, small_run, run, delay=0.1, save_every=1000, **settings)
+    shown = {"delay": 0.1, "save_every": 1000, "progress": True}
+    (process,) = launch(tmp_path, small_run, run, **shown, **settings)
     wait_for((run / "metrics.jsonl").exists)
     (os.killpg if to_group else os.kill)(process.pid, number)
     returncode, errors = process.end()
