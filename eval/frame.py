@@ -1,0 +1,312 @@
+"""The frame of every experiment: runs found by their settings, tuned, repeated and shown.
+
+An experiment is a function that trains or measures once, `run(settings) -> outcome`. The frame
+stores what it returns and repeats no run that it has:
+
+    store = Store(RESULTS / "static.jsonl")
+    outcomes = store.get([{"task": "papers", "seed": seed} for seed in range(3)], run)
+
+A line of a store is {"settings": …, "outcome": …, "origin": …}. The origin says where the numbers
+come from: commit, versions, device, date, and seconds of processor time.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from dualenc.batching import BatchSelector
+from dualenc.data import PairDataset
+from dualenc.encoders import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.evaluation.metrics import paired_bootstrap
+from dualenc.objectives import Objective
+from dualenc.training import Evaluator, Trainer
+
+RESULTS = Path(__file__).parent / "results"
+"""Folder of the stores."""
+ORDINARY_BATCH = 32
+"""Batch size that learning rates are given for; they grow with the square root of the batch."""
+VERSIONS = ("dualenc", "torch", "transformers", "faiss-cpu", "numpy")
+
+Settings = dict[str, Any]
+Outcome = dict[str, Any]
+Cell = TypeVar("Cell", bound=Hashable)
+
+
+class Run(NamedTuple):
+    """A finished run: one line of a store."""
+
+    settings: Settings
+    outcome: Outcome
+    origin: dict[str, Any]
+
+
+class Store:
+    """Finished runs in a file of JSON lines, found by their settings.
+
+        store = Store(Path("runs.jsonl"))
+        [outcome] = store.get([{"seed": 0}], lambda settings: {"ndcg@10": 0.5})
+
+    Args:
+        path: the file; it need not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self.runs = [Run(**json.loads(line)) for line in lines]
+
+    def get(
+        self, wanted: Iterable[Settings], run: Callable[[Settings], Outcome], processes: int = 1
+    ) -> list[Outcome]:
+        """Return the outcomes of runs, in the order of their settings; run those that are missing.
+
+        Args:
+            wanted: settings of the runs.
+            run: function that makes one run.
+            processes: runs at once. They are forked, and so inherit data that are open; CUDA does
+                not survive a fork, so that on a GPU this has to be 1.
+        """
+        wanted = list(wanted)
+        known = {key_of(each.settings): each.outcome for each in self.runs}
+        missing = {key: each for each in wanted if (key := key_of(each)) not in known}
+        for finished in run_all(list(missing.values()), run, processes):
+            self.add(finished)
+            known[key_of(finished.settings)] = finished.outcome
+        return [known[key_of(each)] for each in wanted]
+
+    def add(self, finished: Run) -> None:
+        """Append a run to the file."""
+        self.runs.append(finished)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(finished._asdict(), ensure_ascii=False) + "\n")
+
+    def where(self, **settings: Any) -> list[Run]:
+        """Return the runs that have these settings, among others."""
+        return [each for each in self.runs if settings.items() <= each.settings.items()]
+
+
+def key_of(settings: Settings) -> str:
+    """Return a text that is equal for equal settings."""
+    return json.dumps(settings, sort_keys=True)
+
+
+def run_all(
+    wanted: Sequence[Settings], run: Callable[[Settings], Outcome], processes: int
+) -> Iterator[Run]:
+    """Make runs, and yield each as soon as it is finished."""
+
+    def run_once(settings: Settings) -> Run:
+        torch.set_num_threads(1)
+        begun = time.process_time()
+        outcome = run(settings)
+        return Run(settings, outcome, origin(time.process_time() - begun))
+
+    if processes == 1:
+        yield from map(run_once, wanted)
+        return
+    # A forked process would wait for the threads of its parent.
+    torch.set_num_threads(1)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # A closure cannot be pickled; forked processes find it here.
+    _RUNNING.append(run_once)
+    try:
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+            for each in as_completed([pool.submit(_run_forked, settings) for settings in wanted]):
+                yield each.result()
+    finally:
+        _RUNNING.pop()
+
+
+_RUNNING: list[Callable[[Settings], Run]] = []
+
+
+def _run_forked(settings: Settings) -> Run:
+    """Run in a forked process what its parent runs."""
+    return _RUNNING[-1](settings)
+
+
+def origin(seconds: float) -> dict[str, Any]:
+    """Return where the numbers of a run come from.
+
+    Args:
+        seconds: processor time of the run.
+    """
+    return {
+        "commit": commit(),
+        "versions": {name: version(name) for name in VERSIONS},
+        "device": device_name(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 2),
+    }
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of this checkout, with a + if files differ from it; None outside git."""
+    here = Path(__file__).parent
+    asked = {"cwd": here, "capture_output": True, "text": True}
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], check=True, **asked)
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], check=True, **asked)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    # Stores change while experiments run.
+    lines = [line for line in changed.stdout.splitlines() if not line.endswith(".jsonl")]
+    return head.stdout.strip() + ("+" if lines else "")
+
+
+@cache
+def device_name() -> str:
+    """Return the name of the GPU, or else of the processor with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def tune(
+    cells: Sequence[Cell],
+    values: Sequence[float],
+    held_out: Callable[[list[tuple[Cell, float]]], list[float]],
+    beyond_edge: int = 2,
+) -> dict[Cell, float]:
+    """Return the best value of each cell: of a grid, and past its edges while an edge is best.
+
+        tune(["InfoNCE"], [0.03, 0.05], lambda tried: [quality(*each) for each in tried])
+
+    Args:
+        cells: what is tuned, each for itself, such as an objective at a batch size.
+        values: the grid. A single value is taken as it is.
+        held_out: function that returns the quality on held-out data of (cell, value) pairs.
+        beyond_edge: how often the grid may grow, by the ratio of its outermost values.
+    """
+    if len(values) == 1:
+        return dict.fromkeys(cells, values[0])
+    grids = {cell: sorted(values) for cell in cells}
+    quality: dict[tuple[Cell, float], float] = {}
+    for _ in range(1 + beyond_edge):
+        tried = [(cell, value) for cell, grid in grids.items() for value in grid]
+        missing = [each for each in tried if each not in quality]
+        quality |= zip(missing, held_out(missing), strict=True)
+        for cell, grid in grids.items():
+            best = max(grid, key=lambda value, cell=cell: quality[cell, value])
+            if best == grid[0]:
+                grid.insert(0, float(f"{best * grid[0] / grid[1]:.2g}"))
+            elif best == grid[-1]:
+                grid.append(float(f"{best * grid[-1] / grid[-2]:.2g}"))
+    return {
+        cell: max((value for own, value in quality if own == cell), key=lambda v: quality[cell, v])
+        for cell in cells
+    }
+
+
+class Trained(NamedTuple):
+    """What `train` returns: the model in evaluation mode, steps, and seconds of processor time."""
+
+    model: DualEncoder
+    steps: int
+    seconds: float
+
+
+def train(
+    model: DualEncoder,
+    pairs: PairDataset,
+    objective: Objective,
+    batching: BatchSelector | None = None,
+    evaluator: Evaluator | None = None,
+    **settings: Any,
+) -> Trained:
+    """Train in a temporary folder, without checkpoints, and keep the last weights.
+
+    Args:
+        model: model to train.
+        pairs: the training pairs.
+        objective: the objective.
+        batching: selection of batches; random by default.
+        evaluator: evaluator during the training.
+        **settings: further settings of `Trainer`, such as max_steps.
+    """
+    quiet = {"save_every": None, "progress": False, "keep_best": False, "deterministic": False}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(output=Path(folder) / "run", **{**quiet, **settings})
+        begun = time.process_time()
+        result = trainer.fit(model, pairs, objective, batching, evaluator=evaluator)
+        spent = time.process_time() - begun
+    return Trained(model.eval(), result.steps, spent)
+
+
+def scaled_rate(rate: float, batch_size: int) -> float:
+    """Return the learning rate for a batch size, from that for a batch of 32."""
+    return rate * math.sqrt(batch_size / ORDINARY_BATCH)
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """Return mean ± standard deviation over seeds."""
+    if not values:
+        return "not run"
+    mean = f"{statistics.mean(values):.{digits}f}"
+    if len(values) == 1:
+        return f"{mean} (one seed)"
+    return f"{mean} ± {statistics.stdev(values):.{digits}f}"
+
+
+def difference(base: Sequence[float], other: Sequence[float], samples: int = 10_000) -> str:
+    """Return the mean difference over queries with its 95% interval, by a paired bootstrap."""
+    found = paired_bootstrap(base, other, samples=samples)
+    return f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+
+
+def packed(scores: Sequence[float]) -> str:
+    """Return scores from 0 to 1, in steps of 1/255, as a short text."""
+    codes = np.round(255 * np.asarray(scores)).astype(np.uint8)
+    return base64.b64encode(zlib.compress(codes.tobytes(), 9)).decode()
+
+
+def unpacked(text: str) -> np.ndarray:
+    """Return the (Q,) scores that `packed` was given, rounded."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8) / 255
+
+
+def command_line(*functions: Callable[..., None], check: Callable[[Path], None]) -> None:
+    """Run the function that the command line names, or `--check`: all of it, at toy size.
+
+    Args:
+        *functions: functions with typed arguments, one subcommand each; a single one needs no name.
+        check: function that runs the experiment on toy data in an empty folder; it raises if the
+            numbers that are known beforehand do not come out.
+    """
+    from jsonargparse import auto_cli
+
+    try:
+        if sys.argv[1:] == ["--check"]:
+            with tempfile.TemporaryDirectory() as folder:
+                check(Path(folder))
+        else:
+            auto_cli(functions[0] if len(functions) == 1 else list(functions))
+    except DualencError as error:
+        raise SystemExit(f"error: {error}") from error
