@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from common import in_turn
+from in_turn import in_turn
 from jsonargparse import auto_cli
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist

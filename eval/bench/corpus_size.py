@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import in_turn, quietest_clock
+from in_turn import in_turn, quietest_clock
 from jsonargparse import auto_cli
 from psutil import Process
 from torch import Tensor

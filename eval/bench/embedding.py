@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 
 import numpy as np
-from common import default_model, in_turn
+from in_turn import in_turn
 from jsonargparse import auto_cli
 
 

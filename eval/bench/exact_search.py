@@ -20,7 +20,7 @@ from typing import Any
 import faiss
 import numpy as np
 import torch
-from common import in_turn, quietest_clock
+from in_turn import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
 from dualenc.search import exact_search as exact

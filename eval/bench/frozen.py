@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import in_turn, quietest_clock
+from in_turn import in_turn, quietest_clock
 from jsonargparse import auto_cli
 from torch.nn.functional import normalize
 

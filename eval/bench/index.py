@@ -23,7 +23,7 @@ from typing import Any
 
 import faiss
 import numpy as np
-from common import in_turn, quietest_clock
+from in_turn import in_turn, quietest_clock
 from jsonargparse import auto_cli
 
 from dualenc.data.store.vector_shards import Embeddings

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from common import in_turn
+from in_turn import in_turn
 from jsonargparse import auto_cli
 from tasks import noise_images
 from torch import Tensor

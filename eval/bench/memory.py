@@ -23,7 +23,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from common import new_backbone
+from in_turn import new_backbone
 
 # The measuring process imports torch; this one stays small, for a new process may inherit its
 # parent's peak.

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from common import in_turn, new_backbone, quietest_clock
+from in_turn import in_turn, new_backbone, quietest_clock
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

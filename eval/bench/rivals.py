@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import default_model
+from in_turn import default_model
 from profiling import device
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import rivals
-from common import default_model
+from in_turn import default_model
 from PIL import Image
 from rivals import Train
 

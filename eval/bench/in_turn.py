@@ -1,0 +1,70 @@
+"""Calls timed in turn, as rows of a table; and models that need no download."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Name = TypeVar("Name")
+
+
+def in_turn(
+    runs: Mapping[Name, Callable[[], Any]],
+    repeats: int,
+    warm_up: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[dict[Name, list[float]], dict[Name, Any]]:
+    """Return seconds of each call, after some to warm up, and what each call returned last.
+
+    Every round has an order of its own: a call leaves memory and caches to the next one.
+    """
+    times: dict[Name, list[float]] = {name: [] for name in runs}
+    results: dict[Name, Any] = {}
+    orders = random.Random(0)
+    for _ in range(warm_up + repeats):
+        for name in orders.sample(list(runs), len(runs)):
+            start = clock()
+            results[name] = runs[name]()
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            times[name].append(clock() - start)
+    return {name: taken[warm_up:] for name, taken in times.items()}, results
+
+
+def rows_of(times: Mapping[Name, Sequence[float]], column: str = "call") -> list[dict[str, Any]]:
+    """Return a row per call: median and lowest milliseconds, and the ratios of both to the first's.
+
+    print_table(Table("B = 32", rows_of(in_turn(runs, repeats=5)[0])))
+    """
+    first, *_ = times.values()
+    rows = []
+    for name, taken in times.items():
+        row = {column: name, "ms": 1000 * statistics.median(taken), "lowest": 1000 * min(taken)}
+        row["ratio"] = statistics.median(taken) / statistics.median(first)
+        rows.append({**row, "ratio of lowest": min(taken) / min(first)})
+    return rows
+
+
+def quietest_clock(threads: int) -> Callable[[], float]:
+    """Return the clock of CPU time for one thread: other processes disturb it little."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def new_backbone(name: str, layers: int = 6) -> tuple[nn.Module, int]:
+    """Return a model with random weights, "resnet18" or "minilm", and the size of its vectors."""
+    if name == "resnet18":
+        import timm
+
+        return timm.create_model(name, num_classes=0), 512
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    model = BertModel(BertConfig(num_hidden_layers=layers, **sizes))
+    model.register_forward_hook(lambda _, given, output: output.last_hidden_state.mean(dim=1))
+    return model, 384
