@@ -10,93 +10,98 @@ with scipy's assignment.
 from __future__ import annotations
 
 import resource
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from in_turn import in_turn
-from jsonargparse import auto_cli
 from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 from sklearn.cluster import KMeans
 from sklearn.manifold import spectral_embedding
 
-from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches, batch_losses
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from frame import command_line
+from in_turn import in_turn, rows_of
+from vectors import around, near
+
+from dualenc.batching import RandomBatches, SpectralBatches, batch_losses
 from dualenc.batching.spectral import affinity, spectral_batches
+from dualenc.evaluation.report_page import Table, print_table
 
 B, TEMPERATURE, K = 32, 0.1, 40
+SPECTRAL_UP_TO = 100_000
+"""Pairs above which seconds of spectral clustering are extrapolated from 20 groups of K·B."""
 
 
-def clustered_embeddings(
-    num_pairs: int, clusters: int = 100, dim: int = 128, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Two times (N, D) unit vectors around random directions, noise as long as the signal, right
-    near left."""
-    draw = np.random.default_rng(seed)
+def run(sizes: tuple[int, ...] = (5120, 20_480, 50_000), embeddings: Path | None = None) -> None:
+    """Compare methods by number of pairs, on clustered unit vectors and on some in a file.
 
-    def unit_near(points: np.ndarray, noise: float) -> np.ndarray:
-        points = points + np.float32(noise / dim**0.5) * draw.standard_normal(
-            points.shape, dtype=np.float32
-        )
-        points /= np.linalg.norm(points, axis=1, keepdims=True)
-        return points
-
-    centers = unit_near(np.zeros((clusters, dim), np.float32), 1)
-    points = unit_near(centers[draw.integers(clusters, size=num_pairs)], 1)
-    return unit_near(points, 0.5), unit_near(points, 0.5)
+    Args:
+        sizes: numbers of pairs N.
+        embeddings: .npy file (2, N, D), left then right, to use as well.
+    """
+    for size in sorted(sizes):
+        compare("clustered", *clustered(size))
+    race("clustered", *clustered(50_000))
+    if embeddings is not None:
+        left, right = np.load(embeddings)
+        for size in sorted({min(size, len(left)) for size in sizes}):
+            compare("real", left[:size], right[:size])
+        race("real", left, right)
 
 
-def methods(num_pairs: int) -> dict[str, BatchSelector]:
-    """What is compared."""
-    clustered = {
-        name: SpectralBatches(num_pairs, B, method=name, temperature=TEMPERATURE, k=K)  # type: ignore[arg-type]
-        for name in ("spectral", "bisection")
-    }
-    return {
-        "spectral": clustered.pop("spectral"),
-        "random": RandomBatches(num_pairs, B),
-        **clustered,
-    }
+def clustered(num_pairs: int, dim: int = 128) -> tuple[np.ndarray, np.ndarray]:
+    """Return two times (N, D) unit vectors near 100 random directions, right near left."""
+    draw, length = np.random.default_rng(0), dim**-0.5
+    centers = near(np.zeros((100, dim), np.float32), length, draw)
+    points = around(centers, num_pairs, length, draw)
+    return near(points, length / 2, draw), near(points, length / 2, draw)
 
 
-def measure(selector: BatchSelector, left: np.ndarray, right: np.ndarray) -> tuple[float, float]:
-    """Seconds of one selection, and the mean loss of what it selects."""
-    start = time.perf_counter()
-    batches = selector.select(0, left, right)
-    seconds = time.perf_counter() - start
-    return seconds, batch_losses(left, right, batches, TEMPERATURE).mean()
-
-
-def measure_sample(left: np.ndarray, right: np.ndarray, groups: int) -> tuple[float, float]:
-    """As `measure`, of spectral clustering, extrapolated from some of its groups: they are random
-    and independent."""
-    rows = np.random.default_rng(0).permutation(len(left))[: groups * K * B]
-    seconds, loss = measure(methods(len(rows))["spectral"], left[rows], right[rows])
-    return seconds * len(left) / len(rows), loss
-
-
-def compare(data: str, left: np.ndarray, right: np.ndarray, spectral_up_to: int) -> None:
-    """Print one line per method."""
-    size = len(left)
-    results = {}
-    for name, selector in methods(size).items():
-        sampled = name == "spectral" and size > spectral_up_to
-        seconds, loss = (
-            measure_sample(left, right, groups=20) if sampled else measure(selector, left, right)
-        )
-        results[name] = seconds, loss
-        faster, harder = results["spectral"][0] / seconds, loss / results["spectral"][1]
+def compare(data: str, left: np.ndarray, right: np.ndarray) -> list[dict[str, Any]]:
+    """Print and return seconds and mean loss of each method, and the peak memory so far."""
+    rows: list[dict[str, Any]] = []
+    for name in ("spectral", "random", "bisection"):
+        some = slice(None)
+        if name == "spectral" and len(left) > SPECTRAL_UP_TO:
+            # Groups are random and independent.
+            some = np.random.default_rng(0).permutation(len(left))[: 20 * K * B]
+        pairs = left[some], right[some]
+        selector = RandomBatches(len(pairs[0]), B)
+        if name != "random":
+            selector = SpectralBatches(len(pairs[0]), B, method=name, temperature=TEMPERATURE, k=K)
+        begun = time.perf_counter()
+        batches = selector.select(0, *pairs)
+        seconds = (time.perf_counter() - begun) * len(left) / len(pairs[0])
+        loss = float(batch_losses(*pairs, batches, TEMPERATURE).mean())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(
-            f"{data:10} {size:9,} {name:10} {'~' if sampled else ' '}{seconds:9.2f} {loss:8.4f} "
-            f"{faster:12.1f}x {harder:9.2f}x {peak:8.1f}",
-            flush=True,
-        )
+        measured = {"of N": len(pairs[0]), "seconds": seconds, "loss": loss, "peak GB": peak}
+        rows.append({"method": name, **measured})
+    print_table(Table(f"{data}, N = {len(left):,}", rows))
+    return rows
+
+
+def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> None:
+    """Print the seconds of scikit-learn and of ours, taken in turn, on one random group."""
+    rows = np.random.default_rng(1).permutation(len(left))[: K * B]
+    left, right = left[rows], right[rows]
+    rivals = {
+        "scikit-learn": lambda: scikit_learn_batches(left, right),
+        "dualenc": lambda: spectral_batches(left, right, B, TEMPERATURE, 0),
+    }
+    times, found = in_turn(rivals, rounds)
+    lines = [
+        {**row, "loss": float(batch_losses(left, right, found[row["call"]], TEMPERATURE).mean())}
+        for row in rows_of(times)
+    ]
+    print_table(Table(f"one spectral group of {len(left):,}, {data}", lines))
 
 
 def scikit_learn_batches(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The same algorithm from scikit-learn's parts."""
+    """Select by the same algorithm, from scikit-learn's parts."""
     num_clusters = len(left) // B
     weights = affinity(left, right, B, TEMPERATURE)
     rows = spectral_embedding(weights, n_components=num_clusters, drop_first=False, random_state=0)
@@ -106,57 +111,13 @@ def scikit_learn_batches(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return np.argsort(places).reshape(num_clusters, B)
 
 
-def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> None:
-    """Print the median seconds of ours and of scikit-learn's, taken in turn, on one random
-    group."""
-    rows = np.random.default_rng(1).permutation(len(left))[: K * B]
-    left, right = left[rows], right[rows]
-    rivals: dict[str, Callable[[], np.ndarray]] = {
-        "ours": lambda: spectral_batches(left, right, B, TEMPERATURE, 0),
-        "scikit-learn": lambda: scikit_learn_batches(left, right),
-    }
-    seconds, batches = in_turn(rivals, rounds)
-    losses = {
-        name: batch_losses(left, right, found, TEMPERATURE).mean()
-        for name, found in batches.items()
-    }
-    medians = {name: float(np.median(times)) for name, times in seconds.items()}
-    found = ", ".join(f"{name} {medians[name]:.2f} s (loss {losses[name]:.4f})" for name in rivals)
-    print(
-        f"one spectral group of {K * B:,}, {data}: {found}; "
-        f"ratio {medians['ours'] / medians['scikit-learn']:.2f}"
-    )
-
-
-def main(
-    sizes: list[int] = [5120, 20_480, 50_000],  # noqa: B006 - a default for the command line, never changed
-    embeddings: Path | None = None,
-    spectral_up_to: int = 100_000,
-    clusters: int = 100,
-) -> None:
-    """Print seconds, mean batch loss, both against spectral clustering, and the peak memory so far.
-
-    Args:
-        sizes: numbers of pairs N.
-        embeddings: real ones to use as well: a .npy file of shape (2, N, D), left then right, unit
-            norm.
-        spectral_up_to: above this N, the seconds of spectral clustering are extrapolated from 20 of
-            its groups.
-        clusters: of the synthetic embeddings (D = 128).
-    """
-    print(
-        f"{'data':10} {'N':>9} {'method':10} {'seconds':>10} "
-        f"{'loss':>8} {'faster':>13} {'harder':>10} {'peak GB':>8}"
-    )
-    for size in sorted(sizes):
-        compare("clustered", *clustered_embeddings(size, clusters), spectral_up_to)
-    race("clustered", *clustered_embeddings(50_000, clusters))
-    if embeddings is not None:
-        left, right = np.load(embeddings)
-        for size in sorted({min(size, len(left)) for size in sizes}):
-            compare("real", left[:size], right[:size], spectral_up_to)
-        race("real", left, right)
+def check(folder: Path) -> None:
+    """Select random batches with the least loss, and race on few pairs."""
+    left, right = clustered(2560)
+    spectral, random, bisection = (row["loss"] for row in compare("clustered", left, right))
+    assert random < 0.03 < 0.2 < spectral < bisection
+    race("clustered", left, right, rounds=1)
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    command_line(run, check=check)

@@ -1,102 +1,195 @@
-"""Embedding throughput against `SentenceTransformer.encode`: same model, texts, batch size and
-precision.
+"""Embedding: is it faster than `SentenceTransformer.encode`, and what does it need beside a model?
 
-    python eval/bench/embedding.py --texts 400 --repeats 3
-
-The texts are docstrings from this machine: their summary lines (short) and their documents (long);
---data takes a BEIR folder instead. Both tools encode the same texts in turn, and the ratio is that
-of the medians. The embeddings must agree to 1e-4.
+python eval/bench/embedding.py throughput
+python eval/bench/embedding.py memory --texts 400000    # what grows with the number of texts
+python eval/bench/embedding.py corruption PATH_TO_CIFAR10/test.parquet --size 32
+python eval/bench/embedding.py corruption PATH_TO_TINY_IMAGENET/val.parquet --size 64
 """
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
+import multiprocessing
 import os
-import statistics
+import random
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from in_turn import in_turn
-from jsonargparse import auto_cli
+import pyarrow as pa
+import torch
+from pyarrow.parquet import ParquetWriter
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import toys
+from frame import command_line
+from in_turn import in_turn, rows_of
+from tasks import default_model
+from vectors import memory_of_process
+
+from dualenc.data import Corpus, open_corpus
+from dualenc.data.readers.detect import default_split
+from dualenc.encoders import ImageEncoder, Prepare, VectorEncoder, load_model
+from dualenc.evaluation import corrupted
+from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.search.embed.encode import embed
+from dualenc.workflows.labeled_images import random_rows
+from dualenc.workflows.run_quickstart import read_docstrings
+
+FORMATS = ("jsonl", "parquet", "tar", "beir")
 
 
-def read_texts(data: str | None, count: int) -> dict[str, list[str]]:
-    """Short and long texts."""
-    if data is not None:
-        from dualenc.data.readers.sources import open_corpus
-
-        parts = {part: open_corpus(data, part=part) for part in ("queries", "corpus")}
-        return {
-            part: [corpus[i] for i in range(min(count, len(corpus)))]
-            for part, corpus in parts.items()
-        }
-    from dualenc.workflows.run_quickstart import read_docstrings
-
-    docstrings = read_docstrings(count)
-    return {
-        "summaries": [d.summary for d in docstrings],
-        "documents": [f"{d.name}: {d.rest}" for d in docstrings],
-    }
-
-
-def main(
-    texts: int = 400,
-    data: str | None = None,
-    model: str | None = None,
-    batch_size: int = 32,
-    repeats: int = 3,
-    threads: int | None = None,
-    device: str = "cpu",
+def throughput(
+    texts: int = 400, model: str | None = None, threads: int | None = None, device: str = "cpu"
 ) -> None:
-    """Print texts per second of both, and their ratio.
-
-    Args:
-        texts: how many texts of each kind.
-        data: BEIR folder to take them from.
-        model: sentence-transformers folder.
-        batch_size: of both.
-        repeats: times that each encodes everything.
-        threads: of torch; by default as many as it finds.
-        device: of both.
-    """
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    import torch
+    """Compare times for docstrings of this machine, short and long; vectors must agree to 1e-4."""
     from sentence_transformers import SentenceTransformer
 
-    from dualenc.data import Corpus
-    from dualenc.encoders import load_model
-    from dualenc.search.embed.encode import embed
-
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     torch.set_num_threads(threads or torch.get_num_threads())
     path = model or default_model()
     tower = load_model(path, device=device).tower("right")
-    theirs = SentenceTransformer(path, device=device)
-    print(
-        f"{Path(path).name}, batches of {batch_size}, {device}, {torch.get_num_threads()} threads"
-    )
-    for name, items in read_texts(data, texts).items():
-        corpus = Corpus([str(i) for i in range(len(items))], items)
+    encode = SentenceTransformer(path, device=device).encode
+    found = read_docstrings(texts)
+    summaries = [each.summary for each in found]
+    documents = [f"{each.name}: {each.rest}" for each in found]
+    for name, items in {"summaries": summaries, "documents": documents}.items():
+        corpus = Corpus([str(number) for number in range(len(items))], items)
         runs = {
-            "ours": lambda c=corpus: embed(tower, c, batch_size=batch_size, progress=False).vectors,
-            "theirs": lambda i=items: theirs.encode(
-                i, batch_size=batch_size, show_progress_bar=False
-            ),
+            "dualenc": partial(embed, tower, corpus, batch_size=32, progress=False),
+            "encode": partial(encode, items, batch_size=32, show_progress_bar=False),
         }
-        embed(
-            tower,
-            Corpus(corpus.ids[:batch_size], items[:batch_size]),
-            batch_size=batch_size,
-            progress=False,
-        )
-        theirs.encode(items[:batch_size], batch_size=batch_size)
-        times, vectors = in_turn(runs, repeats)
-        np.testing.assert_allclose(vectors["ours"], vectors["theirs"], atol=1e-4)
-        mine, reference = (statistics.median(times[side]) for side in ("ours", "theirs"))
-        rates = (
-            f"{len(items) / mine:8.1f} texts/s, "
-            f"SentenceTransformer.encode {len(items) / reference:8.1f}"
-        )
-        print(f"{name:>10}: dualenc {rates}, ratio {reference / mine:.2f} (want ≥ 1.00)")
+        times, vectors = in_turn(runs, repeats=3, warm_up=1)
+        np.testing.assert_allclose(vectors["dualenc"].vectors, vectors["encode"], atol=1e-4)
+        print_table(Table(f"{len(items)} {name}, {device}", rows_of(times)))
+
+
+def memory(texts: int = 400_000, formats: tuple[str, ...] = FORMATS) -> None:
+    """Embed all texts and a tenth of them from disk, each in a process of its own.
+
+    A process needs its anonymous pages. Those of mapped files count for nothing: the system drops
+    them to make room.
+    """
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
+        for kind in formats:
+            peaks = []
+            for count in (texts // 10, texts):
+                data = write_texts(Path(name), kind, count)
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    task = pool.submit(embed_and_watch, str(data), f"{name}/{kind}-{count}")
+                    start, highest = task.result()
+                peaks.append(highest)
+            files = data.rglob("*") if data.is_dir() else [data]
+            row = {"format": kind, "MiB": sum(file.stat().st_size for file in files) / 2**20}
+            growth = 2**20 * (peaks[1] - peaks[0]) / (texts - texts // 10)
+            rows.append({**row, "start": start, "at most": highest, "bytes per text": growth})
+    print_table(Table(f"MiB with {texts:,} texts, and bytes for each further text", rows))
+
+
+def write_texts(folder: Path, kind: str, count: int) -> Path:
+    """Write random texts of 120 words in one of the formats, and return where they are."""
+    draw = random.Random(0)
+    vocabulary = [draw.randbytes(draw.randint(1, 5)).hex() for _ in range(5000)]
+    rows = (
+        {"_id": f"document-{number:09d}", "text": " ".join(draw.choices(vocabulary, k=120))}
+        for number in range(count)
+    )
+    path = folder / f"{count}.{kind}"
+    if kind == "parquet":
+        schema = pa.schema({"_id": pa.string(), "text": pa.string()})
+        with ParquetWriter(path, schema) as writer:
+            while block := list(itertools.islice(rows, 5000)):
+                writer.write_table(pa.Table.from_pylist(block, schema))
+    elif kind == "tar":
+        with tarfile.open(path, "w") as archive:
+            for row in rows:
+                member, content = tarfile.TarInfo(row["_id"] + ".txt"), row["text"].encode()
+                member.size, archive.members = len(content), []  # type: ignore[attr-defined]
+                archive.addfile(member, io.BytesIO(content))
+    else:
+        file = path / "corpus.jsonl" if kind == "beir" else path
+        file.parent.mkdir(exist_ok=True)
+        with file.open("w") as stream:
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
+
+
+class Lengths(Prepare):
+    """Turn texts into vectors at no cost."""
+
+    modality = "text"
+
+    def __call__(self, items: Any, seeds: Any = None) -> dict[str, torch.Tensor]:
+        lengths = torch.tensor([[len(item)] for item in items], dtype=torch.float32)
+        return {"vector": lengths.expand(-1, 64)}
+
+
+def embed_and_watch(data: str, out: str) -> tuple[float, float]:
+    """Embed, and return the MiB of this process at the start and at most."""
+    tower = VectorEncoder(64, tower="identity").left
+    tower.modality, tower.prepare = "text", Lengths()
+    seen, ended = [memory_of_process()], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            seen.append(memory_of_process())
+
+    threading.Thread(target=watch, daemon=True).start()
+    embed(tower, open_corpus(data, modality="text"), out, batch_size=256, progress=False)
+    ended.set()
+    return seen[0], max(seen)
+
+
+def corruption(data: str, size: int = 32, images: int = 300, num_workers: int = 2) -> float:
+    """Time corrupted-image retrieval without the encoder, on images at random; return top-1.
+
+    As in `dualenc evaluate corrupted`, images are corrupted in 19 ways, and each version is
+    augmented twice and searched for among the others. A random projection of the pixels encodes.
+    """
+    corpus = open_corpus(data, modality="image", split=default_split(data))
+    chosen = corpus.take(random_rows(len(corpus), images, seed=0))
+    source = GeneratedCorruptions(CleanImages(chosen.items), ALL)
+    prepare = corrupted.SimCLRPrepare(ImageEncoder(image_size=size).left.prepare)
+    versions = corrupted.ImageVersions(source, [(name, 1) for name in ALL], prepare, views=2)
+    projection = np.random.default_rng(0).normal(size=(3 * size * size, 64)).astype(np.float32)
+    begun = time.perf_counter()
+    found = corrupted.measure_versions(
+        versions,
+        lambda inputs: inputs["image"].flatten(1).numpy() @ projection,
+        lambda _, features: corrupted.nearest_versions(features),
+        range(len(source)),
+        num_workers=num_workers,
+    )
+    each = (time.perf_counter() - begun) / len(source)
+    top1 = corrupted.summarize_nearest(found, ALL)["top1"]
+    print(f"{len(source)} images of {size} pixels, {num_workers} workers; top-1 {top1:.3f}")
+    print(f"{1000 * each:.1f} ms per image, {10_000 * each / 60:.1f} minutes for 10,000 images")
+    return top1
+
+
+def check(folder: Path) -> None:
+    """Embed docstrings with a toy model, a few texts from disk, and toy images."""
+    throughput(texts=8, model=str(toys.text_model(folder / "model")))
+    for kind in FORMATS:
+        data = write_texts(folder, kind, 50)
+        start, highest = embed_and_watch(str(data), str(folder / f"out-{kind}"))
+        assert 100 < start <= highest
+    images = toys.images(folder / "images", test=1, size=32)
+    assert 0 <= corruption(str(images / "test.parquet"), images=1, num_workers=0) <= 1
 
 
 if __name__ == "__main__":
-    auto_cli(main)
+    command_line(throughput, memory, corruption, check=check)

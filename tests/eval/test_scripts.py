@@ -140,25 +140,6 @@ def test_clock_reads_between_two_losses(monkeypatch: pytest.MonkeyPatch) -> None
     assert clock.seconds_per_step == 1.5
 
 
-def test_index_finds_as_much_as_raw_faiss(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = {"vectors": 1000, "dim": 16, "queries": 20, "seconds": 0, "factories": ["Flat"]}
-    load_script("bench/index.py").main(repeats=1, **settings)
-    printed = capsys.readouterr().out
-    assert "dualenc 1.0000, faiss 1.0000" in printed
-    assert printed.count("ratio") == 3
-
-
-def test_exact_searches_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    script = load_script("bench/exact_search.py")
-    script.main(documents=300, dim=16, queries=20, k=7, repeats=1)
-    assert (
-        sum(
-            line.startswith(("| FAISS", "| torch")) for line in capsys.readouterr().out.splitlines()
-        )
-        >= 2
-    )
-
-
 @pytest.mark.slow
 def test_prefixes_are_judged_by_exact_search() -> None:
     script = load_script("matryoshka.py")
@@ -180,16 +161,6 @@ def test_prefixes_are_judged_by_exact_search() -> None:
         expected = np.where(rank < 10, 1 / np.log2(rank + 2), 0).mean()
         assert score == pytest.approx(expected, abs=1e-6)
     assert found[2] < found[6]
-
-
-def test_filtered_searches_are_exact_where_everything_is_compared(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    script = load_script("bench/filtered.py")
-    script.main(vectors=500, dim=8, queries=5, factories=("Flat", "HNSW8"), shares=(0.5, 0.05))
-    flat, hnsw = capsys.readouterr().out.split("HNSW8")
-    assert flat.count("recall@10 1.000") == 4
-    assert "5.0% around centres: recall@10 1.000" in hnsw
 
 
 @pytest.mark.slow
