@@ -2,9 +2,7 @@
 
     python eval/bench/batching.py --sizes [5120,50000,1000000] --embeddings pairs.npy
 
-Each method is compared with spectral clustering in groups of k = 40 in the same run. Then our
-spectral clustering of one group of 1,280 pairs races scikit-learn's spectral embedding and k-means
-with scipy's assignment.
+The methods are spectral clustering in groups of k = 40 batches, bisection and random batches.
 """
 
 from __future__ import annotations
@@ -16,19 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
-from scipy.spatial.distance import cdist
-from sklearn.cluster import KMeans
-from sklearn.manifold import spectral_embedding
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from frame import command_line
-from in_turn import in_turn, rows_of
 from vectors import around, near
 
 from dualenc.batching import RandomBatches, SpectralBatches, batch_losses
-from dualenc.batching.spectral import affinity, spectral_batches
 from dualenc.evaluation.report_page import Table, print_table
 
 B, TEMPERATURE, K = 32, 0.1, 40
@@ -37,20 +29,13 @@ SPECTRAL_UP_TO = 100_000
 
 
 def run(sizes: tuple[int, ...] = (5120, 20_480, 50_000), embeddings: Path | None = None) -> None:
-    """Compare methods by number of pairs, on clustered unit vectors and on some in a file.
-
-    Args:
-        sizes: numbers of pairs N.
-        embeddings: .npy file (2, N, D), left then right, to use as well.
-    """
+    """Compare methods on N clustered unit vectors, and on those of a file (2, N, D), left first."""
     for size in sorted(sizes):
         compare("clustered", *clustered(size))
-    race("clustered", *clustered(50_000))
     if embeddings is not None:
         left, right = np.load(embeddings)
         for size in sorted({min(size, len(left)) for size in sizes}):
             compare("real", left[:size], right[:size])
-        race("real", left, right)
 
 
 def clustered(num_pairs: int, dim: int = 128) -> tuple[np.ndarray, np.ndarray]:
@@ -84,39 +69,12 @@ def compare(data: str, left: np.ndarray, right: np.ndarray) -> list[dict[str, An
     return rows
 
 
-def race(data: str, left: np.ndarray, right: np.ndarray, rounds: int = 7) -> None:
-    """Print the seconds of scikit-learn and of ours, taken in turn, on one random group."""
-    rows = np.random.default_rng(1).permutation(len(left))[: K * B]
-    left, right = left[rows], right[rows]
-    rivals = {
-        "scikit-learn": lambda: scikit_learn_batches(left, right),
-        "dualenc": lambda: spectral_batches(left, right, B, TEMPERATURE, 0),
-    }
-    times, found = in_turn(rivals, rounds)
-    lines = [
-        {**row, "loss": float(batch_losses(left, right, found[row["call"]], TEMPERATURE).mean())}
-        for row in rows_of(times)
-    ]
-    print_table(Table(f"one spectral group of {len(left):,}, {data}", lines))
-
-
-def scikit_learn_batches(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Select by the same algorithm, from scikit-learn's parts."""
-    num_clusters = len(left) // B
-    weights = affinity(left, right, B, TEMPERATURE)
-    rows = spectral_embedding(weights, n_components=num_clusters, drop_first=False, random_state=0)
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    centers = KMeans(num_clusters, n_init=1, random_state=0).fit(rows).cluster_centers_
-    _, places = linear_sum_assignment(np.repeat(cdist(rows, centers), B, axis=1))
-    return np.argsort(places).reshape(num_clusters, B)
-
-
 def check(folder: Path) -> None:
-    """Select random batches with the least loss, and race on few pairs."""
-    left, right = clustered(2560)
-    spectral, random, bisection = (row["loss"] for row in compare("clustered", left, right))
+    """Select batches of planted clusters: harder than random ones, and known from earlier runs."""
+    np.save(folder / "pairs.npy", clustered(320))
+    run(sizes=(320,), embeddings=folder / "pairs.npy")
+    spectral, random, bisection = (row["loss"] for row in compare("clustered", *clustered(2560)))
     assert random < 0.03 < 0.2 < spectral < bisection
-    race("clustered", left, right, rounds=1)
 
 
 if __name__ == "__main__":

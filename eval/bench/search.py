@@ -263,8 +263,6 @@ def exact(
             again = np.einsum("qd,qkd->qk", asked[:100], documents_found)
             assert max(abs(scores[:100] - again).max(), abs(scores - expected).max()) < 1e-6, name
             print(f"{name}: {(columns != expected_columns).mean():.1e} in another order")
-    if torch.cuda.is_available():
-        print(f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB of the GPU at most")
 
 
 def frozen(
@@ -284,20 +282,19 @@ def frozen(
         single = torch.cat(halves).float()
         weights = torch.rand(batch_size, rows)
         parts = weights.split(block_rows, dim=1)
-        queries = normalize(torch.randn(batch_size, dim), dim=1).requires_grad_()
+        queries = normalize(torch.randn(batch_size, dim), dim=1)
+        trained = queries.clone().requires_grad_()
         ids = torch.arange(batch_size)
         criterion = FrozenCorpus(documents, temperature=0.05)
 
         def step() -> None:
-            queries.grad = None
-            criterion(queries, single[ids], ids).loss.backward()
+            trained.grad = None
+            criterion(trained, single[ids], ids).loss.backward()
 
-        @torch.no_grad()
         def products() -> None:
             torch.mm(queries, single.T)
             torch.mm(weights, single)
 
-        @torch.no_grad()
         def products_of_halves() -> None:
             mean = torch.zeros_like(queries)
             for part, half in zip(parts, halves, strict=True):
