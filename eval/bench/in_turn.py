@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -14,34 +14,33 @@ from torch import nn
 Name = TypeVar("Name")
 
 
+def rounds(names: Iterable[Name], count: int) -> Iterator[Name]:
+    """Yield all names in each round, in a new order: a call leaves caches to the next one."""
+    orders, names = random.Random(0), list(names)
+    for _ in range(count):
+        yield from orders.sample(names, len(names))
+
+
 def in_turn(
     runs: Mapping[Name, Callable[[], Any]],
     repeats: int,
     warm_up: int = 0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[Name, list[float]], dict[Name, Any]]:
-    """Return seconds of each call, after some to warm up, and what each call returned last.
-
-    Every round has an order of its own: a call leaves memory and caches to the next one.
-    """
+    """Return seconds of each call, after some to warm up, and what each call returned last."""
     times: dict[Name, list[float]] = {name: [] for name in runs}
     results: dict[Name, Any] = {}
-    orders = random.Random(0)
-    for _ in range(warm_up + repeats):
-        for name in orders.sample(list(runs), len(runs)):
-            start = clock()
-            results[name] = runs[name]()
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()
-            times[name].append(clock() - start)
+    for name in rounds(runs, warm_up + repeats):
+        start = clock()
+        results[name] = runs[name]()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        times[name].append(clock() - start)
     return {name: taken[warm_up:] for name, taken in times.items()}, results
 
 
 def rows_of(times: Mapping[Name, Sequence[float]], column: str = "call") -> list[dict[str, Any]]:
-    """Return a row per call: median and lowest milliseconds, and the ratios of both to the first's.
-
-    print_table(Table("B = 32", rows_of(in_turn(runs, repeats=5)[0])))
-    """
+    """Return a row per call: median and lowest milliseconds, and the ratios of both to the first's."""
     first, *_ = times.values()
     rows = []
     for name, taken in times.items():
