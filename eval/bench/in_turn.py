@@ -40,7 +40,7 @@ def in_turn(
 
 
 def rows_of(times: Mapping[Name, Sequence[float]], column: str = "call") -> list[dict[str, Any]]:
-    """Return a row per call: median and lowest milliseconds, and the ratios of both to the first's."""
+    """Return a row per call: median and lowest milliseconds, and their ratios to the first's."""
     first, *_ = times.values()
     rows = []
     for name, taken in times.items():

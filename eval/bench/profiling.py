@@ -1,13 +1,15 @@
-"""What a training step consists of: its time, launches, host waits, operators, and the least time
-of its arithmetic."""
+"""What a training step consists of: time, launches, host waits, the least time of arithmetic."""
 
 from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from in_turn import in_turn
+from torch import nn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,7 +29,7 @@ NUM_BATCHES = 3
 
 
 def device() -> torch.device:
-    """The device that the trainers compute on."""
+    """Return the device that the trainers compute on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -37,13 +39,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
+    """Have a loss call `before_loss` whenever it is computed."""
+    loss.register_forward_pre_hook(lambda *_: before_loss())
+
+
 class StepClock:
-    """Times some steps of a training loop that calls it before every loss: from one loss to
-    another.
+    """Times some steps of a training loop that calls it before every loss.
 
     Args:
         skipped: steps before the clock is read.
-        steps: between the two readings.
+        steps: steps between the two readings.
     """
 
     def __init__(self, skipped: int, steps: int) -> None:
@@ -54,74 +60,64 @@ class StepClock:
 
     def __call__(self) -> None:
         if self.calls in (self.skipped, self.skipped + self.steps):
-            synchronize()
-            self.readings.append(time.perf_counter())
+            self.read()
         self.calls += 1
+
+    def read(self) -> None:
+        """Read the clock."""
+        synchronize()
+        self.readings.append(time.perf_counter())
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean of the steps between the readings."""
+        """Return the mean of the steps between the readings."""
         start, end = self.readings
         return (end - start) / self.steps
 
 
-class StepProfiler:
-    """Profiles some steps of a training loop that calls it before every loss: from one loss to
-    another.
-
-    Args:
-        skipped: steps before the profile.
-        steps: in the profile.
-    """
+class StepProfiler(StepClock):
+    """Profiles some steps of a training loop that calls it before every loss."""
 
     def __init__(self, skipped: int, steps: int) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self.profiler = profile(activities=activities, acc_events=True)
-        self.skipped = skipped
-        self.steps = steps
-        self.calls = 0
+        super().__init__(skipped, steps)
+        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
 
-    def __call__(self) -> None:
+    def read(self) -> None:
+        """Start the profile, or stop it."""
         if self.calls == self.skipped:
             synchronize()
             self.profiler.start()
-        if self.calls == self.skipped + self.steps:
-            # The profiler waits for the GPU when it stops; that wait is not the step's.
-            with record_function(END):
-                pass
-            self.profiler.stop()
-        self.calls += 1
+            return
+        # The profiler waits for the GPU when it stops; that wait is not the step's.
+        with record_function(END):
+            pass
+        self.profiler.stop()
 
     def counts(self) -> dict[str, float]:
-        """Per step: launches and, on a GPU, kernels and host waits.
+        """Return launches per step and, on a GPU, kernels and host waits.
 
         On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are
         counted one by one. On a CPU a launch is an operator (aten) that no other one calls;
         compiled code has few.
         """
         events = list(self.profiler.events())
-        end = next(event.time_range.start for event in events if event.name == END)
         if not torch.cuda.is_available():
-            return {"launches": sum(map(_is_top_operator, events)) / self.steps}
+            return {"launches": sum(map(is_top_operator, events)) / self.steps}
+        end = next(event.time_range.start for event in events if event.name == END)
         calls = [
-            event
+            event.name
             for event in events
             if event.device_type == DeviceType.CPU and event.time_range.start < end
         ]
-        launches = sum(LAUNCH.match(event.name) is not None for event in calls)
-        waits = sum(HOST_WAIT.match(event.name) is not None for event in calls)
-        kernels = sum(map(_is_kernel, events))
         return {
-            "launches": launches / self.steps,
-            "kernels": kernels / self.steps,
-            "host waits": waits / self.steps,
+            "launches": sum(map(bool, map(LAUNCH.match, calls))) / self.steps,
+            "kernels": sum(map(is_kernel, events)) / self.steps,
+            "host waits": sum(map(bool, map(HOST_WAIT.match, calls))) / self.steps,
         }
 
     def write(self, folder: Path, name: str) -> None:
-        """Write NAME.json.gz, for chrome://tracing or Perfetto, and NAME.txt, the operators that
-        take longest."""
+        """Write NAME.json.gz, for Perfetto, and NAME.txt, the operators that take longest."""
         folder.mkdir(parents=True, exist_ok=True)
         self.profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
         order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
@@ -131,26 +127,28 @@ class StepProfiler:
         (folder / f"{name}.txt").write_text(f"{self.steps} steps\n{operators}", encoding="utf-8")
 
 
-def _is_top_operator(event: FunctionEvent) -> bool:
-    if not event.name.startswith("aten::"):
-        return False
-    caller = event.cpu_parent
-    while caller is not None:
-        if caller.name.startswith("aten::"):
-            return False
-        caller = caller.cpu_parent
-    return True
+def is_top_operator(event: FunctionEvent) -> bool:
+    """Return True for an operator that no other operator calls."""
+
+    def in_operator(caller: FunctionEvent | None) -> bool:
+        return caller is not None and (is_operator(caller) or in_operator(caller.cpu_parent))
+
+    return is_operator(event) and not in_operator(event.cpu_parent)
 
 
-def _is_kernel(event: FunctionEvent) -> bool:
-    if event.device_type != DeviceType.CUDA or event.is_user_annotation:
-        return False
-    return not event.name.startswith(("Memcpy", "Memset"))
+def is_operator(event: FunctionEvent) -> bool:
+    """Return True for an operator of torch."""
+    return event.name.startswith("aten::")
+
+
+def is_kernel(event: FunctionEvent) -> bool:
+    """Return True for a kernel on the GPU."""
+    on_gpu = event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    return on_gpu and not event.name.startswith(("Memcpy", "Memset"))
 
 
 def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float:
-    """Floating-point operations of a step's forward and backward passes, as our trainer makes
-    them."""
+    """Return the floating-point operations of a step, forward and backward, as we train."""
     model.to(device()).train()
     loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
     plan = RandomBatches(len(pairs), batch_size).select(0)[:NUM_BATCHES]
@@ -164,25 +162,16 @@ def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float
 
 
 def matmul_rate(dtype: torch.dtype, tf32: bool = False) -> float:
-    """FLOP/s of large square matrix products, the best of several measurements.
+    """Return the FLOP/s of large square matrix products, the best of several measurements.
 
     Args:
-        dtype: of the matrices.
+        dtype: type of the matrices.
         tf32: let a GPU multiply float32 as TF32.
     """
-    on_gpu = torch.cuda.is_available()
-    size = 4096 if on_gpu else 2048
-    products = 10 if on_gpu else 1
+    size, products = (4096, 10) if torch.cuda.is_available() else (2048, 1)
     matrix = torch.randn(size, size, device=device()).to(dtype)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
-    seconds = []
-    for _ in range(6):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(products):
-            matrix @ matrix
-        synchronize()
-        seconds.append(time.perf_counter() - start)
+    times, _ = in_turn({"products": lambda: [matrix @ matrix for _ in range(products)]}, 6)
     torch.set_float32_matmul_precision(precision)
-    return 2 * size**3 * products / min(seconds)
+    return 2 * size**3 * products / min(times["products"])
