@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,22 +22,17 @@ from dualenc.encoders import DualEncoder
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.loader import BatchLoader
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+"""Device that the trainers compute on."""
 LAUNCH = re.compile(r"cu(da)?(Launch|GraphLaunch)")
 HOST_WAIT = re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy$")
 END = "end of the profile"
 NUM_BATCHES = 3
 """Batches over which the operations of a step are counted: texts differ in length."""
 
-
-def device() -> torch.device:
-    """Return the device that the trainers compute on."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+Train = Callable[[int, Callable[[], None]], None]
+"""`train(steps, before_loss)` trains, and calls `before_loss` before every loss."""
 
 
 def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
@@ -44,101 +40,68 @@ def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
     loss.register_forward_pre_hook(lambda *_: before_loss())
 
 
-class StepClock:
-    """Times some steps of a training loop that calls it before every loss.
-
-    Args:
-        skipped: steps before the clock is read.
-        steps: steps between the two readings.
-    """
-
-    def __init__(self, skipped: int, steps: int) -> None:
-        self.skipped = skipped
-        self.steps = steps
-        self.calls = 0
-        self.readings: list[float] = []
-
-    def __call__(self) -> None:
-        if self.calls in (self.skipped, self.skipped + self.steps):
-            self.read()
-        self.calls += 1
-
-    def read(self) -> None:
-        """Read the clock."""
-        synchronize()
-        self.readings.append(time.perf_counter())
-
-    @property
-    def seconds_per_step(self) -> float:
-        """Return the mean of the steps between the readings."""
-        start, end = self.readings
-        return (end - start) / self.steps
+def train_between(train: Train, first: int, steps: int, begin: Callable, end: Callable) -> None:
+    """Train, and call two functions: before loss number `first`, and `steps` losses later."""
+    actions: Mapping[int, Callable] = {first: begin, first + steps: end}
+    losses = itertools.count()
+    train(first + steps + 1, lambda: actions.get(next(losses), int)())
 
 
-class StepProfiler(StepClock):
-    """Profiles some steps of a training loop that calls it before every loss."""
+def seconds_per_step(train: Train, first: int, steps: int) -> float:
+    """Return the mean time of steps within one training, from a loss to a later one."""
+    readings = []
 
-    def __init__(self, skipped: int, steps: int) -> None:
-        super().__init__(skipped, steps)
-        gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self.profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+    def read() -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        readings.append(time.perf_counter())
 
-    def read(self) -> None:
-        """Start the profile, or stop it."""
-        if self.calls == self.skipped:
-            synchronize()
-            self.profiler.start()
-            return
+    train_between(train, first, steps, read, read)
+    return (readings[1] - readings[0]) / steps
+
+
+def profile_steps(train: Train, first: int, steps: int) -> profile:
+    """Return a profile of steps within one training, from a loss to a later one."""
+    gpu = [ProfilerActivity.CUDA] if ON_GPU else []
+    profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+
+    def stop() -> None:
         # The profiler waits for the GPU when it stops; that wait is not the step's.
         with record_function(END):
             pass
-        self.profiler.stop()
+        profiler.stop()
 
-    def counts(self) -> dict[str, float]:
-        """Return launches per step and, on a GPU, kernels and host waits.
+    train_between(train, first, steps, profiler.start, stop)
+    return profiler
 
-        On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are
-        counted one by one. On a CPU a launch is an operator (aten) that no other one calls;
-        compiled code has few.
-        """
-        events = list(self.profiler.events())
-        if not torch.cuda.is_available():
-            return {"launches": sum(map(is_top_operator, events)) / self.steps}
-        end = next(event.time_range.start for event in events if event.name == END)
-        calls = [
-            event.name
-            for event in events
-            if event.device_type == DeviceType.CPU and event.time_range.start < end
-        ]
-        return {
-            "launches": sum(map(bool, map(LAUNCH.match, calls))) / self.steps,
-            "kernels": sum(map(is_kernel, events)) / self.steps,
-            "host waits": sum(map(bool, map(HOST_WAIT.match, calls))) / self.steps,
-        }
 
-    def write(self, folder: Path, name: str) -> None:
-        """Write NAME.json.gz, for Perfetto, and NAME.txt, the operators that take longest."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
-        order = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        operators = self.profiler.key_averages().table(
-            sort_by=order, row_limit=40, max_name_column_width=80
-        )
-        (folder / f"{name}.txt").write_text(f"{self.steps} steps\n{operators}", encoding="utf-8")
+def counts(profiler: profile) -> dict[str, int]:
+    """Return launches and, on a GPU, kernels and host waits.
+
+    On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are counted
+    one by one. On a CPU a launch is an operator (aten) that no other one calls; compiled code has
+    few.
+    """
+    events = list(profiler.events())
+    if not ON_GPU:
+        return {"launches": sum(map(is_top_operator, events))}
+    end = next(event.time_range.start for event in events if event.name == END)
+    on_host = [event for event in events if event.device_type == DeviceType.CPU]
+    calls = [event.name for event in on_host if event.time_range.start < end]
+    return {
+        "launches": sum(LAUNCH.match(call) is not None for call in calls),
+        "kernels": sum(map(is_kernel, events)),
+        "host waits": sum(HOST_WAIT.match(call) is not None for call in calls),
+    }
 
 
 def is_top_operator(event: FunctionEvent) -> bool:
     """Return True for an operator that no other operator calls."""
-
-    def in_operator(caller: FunctionEvent | None) -> bool:
-        return caller is not None and (is_operator(caller) or in_operator(caller.cpu_parent))
-
-    return is_operator(event) and not in_operator(event.cpu_parent)
-
-
-def is_operator(event: FunctionEvent) -> bool:
-    """Return True for an operator of torch."""
-    return event.name.startswith("aten::")
+    callers, caller = [], event.cpu_parent
+    while caller is not None:
+        callers.append(caller.name)
+        caller = caller.cpu_parent
+    return event.name.startswith("aten::") and not any(n.startswith("aten::") for n in callers)
 
 
 def is_kernel(event: FunctionEvent) -> bool:
@@ -147,29 +110,34 @@ def is_kernel(event: FunctionEvent) -> bool:
     return on_gpu and not event.name.startswith(("Memcpy", "Memset"))
 
 
+def write_profile(profiler: profile, folder: Path, name: str) -> None:
+    """Write NAME.json.gz, for Perfetto, and NAME.txt, the operators that take longest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    order = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    operators = averages.table(sort_by=order, row_limit=40, max_name_column_width=80)
+    (folder / f"{name}.txt").write_text(operators, encoding="utf-8")
+
+
 def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float:
     """Return the floating-point operations of a step, forward and backward, as we train."""
-    model.to(device()).train()
+    model.to(DEVICE).train()
     loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
     plan = RandomBatches(len(pairs), batch_size).select(0)[:NUM_BATCHES]
     with FlopCounterMode(display=False) as counter:
         for rows in plan:
             batch = loader.build(rows, epoch=0)
-            encoding = PlainEncoding(model, device(), keep_statistics=False)
+            encoding = PlainEncoding(model, DEVICE, keep_statistics=False)
             left, right = encoding.encode_parts(("left", batch.left), ("right", batch.right))
             encoding.backward((left + right).sum())
     return counter.get_total_flops() / len(plan)
 
 
 def matmul_rate(dtype: torch.dtype, tf32: bool = False) -> float:
-    """Return the FLOP/s of large square matrix products, the best of several measurements.
-
-    Args:
-        dtype: type of the matrices.
-        tf32: let a GPU multiply float32 as TF32.
-    """
-    size, products = (4096, 10) if torch.cuda.is_available() else (2048, 1)
-    matrix = torch.randn(size, size, device=device()).to(dtype)
+    """Return the FLOP/s of large square matrix products, the best of several measurements."""
+    size, products = (4096, 10) if ON_GPU else (2048, 1)
+    matrix = torch.randn(size, size, device=DEVICE).to(dtype)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if tf32 else precision)
     times, _ = in_turn({"products": lambda: [matrix @ matrix for _ in range(products)]}, 6)
