@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,6 +35,16 @@ Train = Callable[[int, Callable[[], None]], None]
 """`train(steps, before_loss)` trains, and calls `before_loss` before every loss."""
 
 
+def nothing() -> None:
+    """Do nothing before a loss."""
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+
+
 def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
     """Have a loss call `before_loss` whenever it is computed."""
     loss.register_forward_pre_hook(lambda *_: before_loss())
@@ -42,9 +52,9 @@ def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
 
 def train_between(train: Train, first: int, steps: int, begin: Callable, end: Callable) -> None:
     """Train, and call two functions: before loss number `first`, and `steps` losses later."""
-    actions: Mapping[int, Callable] = {first: begin, first + steps: end}
     losses = itertools.count()
-    train(first + steps + 1, lambda: actions.get(next(losses), int)())
+    actions = {first: begin, first + steps: end}
+    train(first + steps + 1, lambda: actions.get(next(losses), nothing)())
 
 
 def seconds_per_step(train: Train, first: int, steps: int) -> float:
@@ -52,8 +62,7 @@ def seconds_per_step(train: Train, first: int, steps: int) -> float:
     readings = []
 
     def read() -> None:
-        if ON_GPU:
-            torch.cuda.synchronize()
+        synchronize()
         readings.append(time.perf_counter())
 
     train_between(train, first, steps, read, read)
@@ -65,13 +74,17 @@ def profile_steps(train: Train, first: int, steps: int) -> profile:
     gpu = [ProfilerActivity.CUDA] if ON_GPU else []
     profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
 
+    def start() -> None:
+        synchronize()
+        profiler.start()
+
     def stop() -> None:
         # The profiler waits for the GPU when it stops; that wait is not the step's.
         with record_function(END):
             pass
         profiler.stop()
 
-    train_between(train, first, steps, profiler.start, stop)
+    train_between(train, first, steps, start, stop)
     return profiler
 
 

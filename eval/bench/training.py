@@ -16,17 +16,16 @@ not_deterministic (on GPUs), and all of them. `rival` and `rival+bf16` are the o
 
 In each round every row trains once. After a few steps the clock is read before a loss, and again
 some steps later: what happens once per training is not in it. Shown are the median of the rounds,
-the lowest and the highest. × rival is the rival's time in the same precision over the row's, ×
-InfoNCE the row's time over that of InfoNCE with the same measures. The limit is the time of the
+the lowest and the highest. × rival is the rival's time in the same precision over the row's,
+× InfoNCE the row's time over that of InfoNCE with the same measures. The limit is the time of the
 model's matrix products and convolutions at the speed of one large product in the row's precision,
 measured here; that of our packed texts for the rival too. Launches: see `profiling.counts`.
 
-Fair: both tools have the same model, pairs, batch size, optimizer, clipping, precision and number
-of workers, and with --chunk_size both cache gradients. Not the same: sentence-transformers' loss
-has one direction, ours both. Our trainer is deterministic and logs metrics every 10 steps. Every
-text comes once, so both tokenize it in a measured step, though ours does so in the first epoch
-only. lightly's crops are bilinear, ours bicubic; its head ends in a BatchNorm. A compiled model is
-kept from training to training, and every shape is compiled before times are taken.
+Not the same in both tools: sentence-transformers' loss has one direction, ours both. Our trainer is
+deterministic and logs metrics every 10 steps. Every text comes once, so both tokenize it in a
+measured step, though ours does so in the first epoch only. lightly's crops are bilinear, ours
+bicubic; its head ends in a BatchNorm. A compiled model is kept from training to training, and every
+shape is compiled before times are taken.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ FEW = 3
 """Steps before times, and a profile, are taken."""
 PROFILED = 4
 """Steps of a profile, none of which writes the log; on a GPU, reading ten takes a minute."""
-NO_FILE = Path(os.devnull)
 
 OBJECTIVES = {each.__name__: each for each in (InfoNCE, SogCLR, GlobalCache)}
 MEASURES: dict[str, dict[str, Any]] = {
@@ -75,8 +73,17 @@ ROWS = [*OBJECTIVES, *(f"InfoNCE+{measure}" for measure in MEASURES), "GlobalCac
 ROWS += [*(f"{objective}+all" for objective in OBJECTIVES), "rival", "rival+bf16"]
 
 
-def ours(work: Workload, settings: Settings, objective: str, measures: list[str]) -> Train:
-    """Return our training; all its runs train one model, which is compiled once."""
+def measures_of(row: str) -> list[str]:
+    """Return the measures of a row that apply to this device."""
+    applying = {"bf16": has_fast_bf16(), "compile": True, "not_deterministic": ON_GPU}
+    return [each for each in MEASURES if row.endswith((f"+{each}", "+all")) and applying[each]]
+
+
+def training_of(row: str, work: Workload, settings: Settings) -> Train:
+    """Return the training of a row; all runs of ours train one model, which is compiled once."""
+    measures, objective = measures_of(row), row.partition("+")[0]
+    if objective == "rival":
+        return partial(work.rival, "bf16" in measures)
     pairs, model_once = work.pairs, cache(work.new_model)
     trainer = {"batch_size": settings["batch_size"], "chunk_size": settings["chunk_size"]}
     trainer |= {"num_workers": settings["workers"], "deterministic": True}
@@ -94,22 +101,10 @@ def ours(work: Workload, settings: Settings, objective: str, measures: list[str]
         profiling.watch(loss, before_loss)
         frame.train(model, pairs, loss, max_steps=steps, **trainer)
 
+    if "compile" in measures:
+        # Every shape, and not to profile the compiler.
+        train(FEW + settings["steps"] + 1, profiling.nothing)
     return train
-
-
-def measures_of(row: str) -> list[str]:
-    """Return the measures of a row.
-
-    Raises:
-        ValueError: they do not apply to this device.
-    """
-    reasons = {} if has_fast_bf16() else {"bf16": "bfloat16 is not fast on this device"}
-    if not ON_GPU:
-        reasons["not_deterministic"] = "deterministic changes nothing without a GPU"
-    measure = row.partition("+")[2]
-    if measure in reasons:
-        raise ValueError(reasons[measure])
-    return [each for each in MEASURES if measure in (each, "all") and each not in reasons]
 
 
 def least_seconds(work: Workload, settings: Settings, precision: str) -> float:
@@ -123,18 +118,6 @@ def least_seconds(work: Workload, settings: Settings, precision: str) -> float:
     return flops / rate
 
 
-def profiled(train: Train, settings: Settings, traces: Path | None) -> Outcome:
-    """Return counts per step; what a row allocates, and compiles, is there when it is timed."""
-    row, steps = settings["row"], min(PROFILED, settings["steps"])
-    if "compile" in measures_of(row):
-        # Every shape, and not to profile the compiler.
-        train(FEW + settings["steps"] + 1, lambda: None)
-    profiler = profiling.profile_steps(train, FEW, steps)
-    if traces is not None and row.startswith(("InfoNCE", "GlobalCache")):
-        profiling.write_profile(profiler, traces, f"{settings['task']}-{row}")
-    return {what: count / steps for what, count in profiling.counts(profiler).items()}
-
-
 def measure(
     work: Workload,
     settings: Settings,
@@ -145,7 +128,8 @@ def measure(
 ) -> None:
     """Train all rows in turn, and store them; a run that is stopped stores the rounds it has."""
     least = cache(partial(least_seconds, work, settings))
-    trains: dict[str, Train] = {}
+    few = min(PROFILED, settings["steps"])
+    trainings: dict[str, Train] = {}
     outcomes: dict[str, Outcome] = {}
     times: dict[str, list[float]] = {row: [] for row in rows}
     begun = time.process_time()
@@ -154,16 +138,16 @@ def measure(
             if row not in times:
                 continue
             try:
-                if row not in trains:
-                    measures = measures_of(row)
-                    bf16 = "bf16" in measures
-                    trains[row] = partial(work.rival, work.pairs, settings | {"bf16": bf16})
-                    if not row.startswith("rival"):
-                        trains[row] = ours(work, settings, row.partition("+")[0], measures)
-                    precision = "bfloat16" if bf16 else "float32"
+                if row not in trainings:
+                    trainings[row] = training_of(row, work, settings)
+                    profiler = profiling.profile_steps(trainings[row], FEW, few)
+                    if traces is not None and row.startswith(("InfoNCE", "GlobalCache")):
+                        profiling.write_profile(profiler, traces, f"{settings['task']}-{row}")
+                    precision = "bfloat16" if "bf16" in measures_of(row) else "float32"
                     outcomes[row] = {"precision": precision, "limit, ms": 1000 * least(precision)}
-                    outcomes[row] |= profiled(trains[row], settings | {"row": row}, traces)
-                seconds = profiling.seconds_per_step(trains[row], FEW, settings["steps"])
+                    for what, count in profiling.counts(profiler).items():
+                        outcomes[row][what] = count / few
+                seconds = profiling.seconds_per_step(trainings[row], FEW, settings["steps"])
                 times[row].append(1000 * seconds)
             except Exception as error:
                 reason = str(error).partition("\n")[0]
@@ -178,12 +162,17 @@ def measure(
                 store.add(Run(settings | {"row": row}, shown, origin))
 
 
-def caption_of(run: Run) -> str:
-    """Return what the rows of a table have in common."""
-    origin = run.origin
-    about = {"device": origin["device"], "torch": origin["versions"]["torch"]}
-    about |= {**run.settings, "row": None, "date": origin["date"][:10]}
-    return ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
+def print_runs(runs: list[Run]) -> None:
+    """Print a table for all runs in succession that differ in the row alone."""
+
+    def caption_of(run: Run) -> str:
+        about = {"device": run.origin["device"], "torch": run.origin["versions"]["torch"]}
+        about |= {**run.settings, "row": None, "date": run.origin["date"][:10]}
+        return ", ".join(f"{key} {value}" for key, value in about.items() if value is not None)
+
+    for caption, each in itertools.groupby(runs, caption_of):
+        table = list(each)
+        print_table(Table(caption, [cells_of(run, table) for run in table]))
 
 
 def cells_of(run: Run, table: list[Run]) -> dict[str, Any]:
@@ -199,13 +188,6 @@ def cells_of(run: Run, table: list[Run]) -> dict[str, Any]:
     return {**cells, **run.outcome, "share of limit": run.outcome["limit, ms"] / milliseconds}
 
 
-def print_runs(runs: list[Run]) -> None:
-    """Print a table for all runs in succession that differ in the row alone."""
-    for caption, each in itertools.groupby(runs, caption_of):
-        table = list(each)
-        print_table(Table(caption, [cells_of(run, table) for run in table]))
-
-
 def run(
     task: Literal["text", "image-text", "views", "all"] = "text",
     batch_size: int = 32,
@@ -219,7 +201,7 @@ def run(
     threads: int | None = None,
     rows: list[str] = ROWS,
     profile: Path | None = None,
-    out: Path = NO_FILE,
+    out: Path = Path(os.devnull),
 ) -> None:
     """Print a table for each task.
 
@@ -234,7 +216,7 @@ def run(
         images: a table for views, such as a parquet file with a column `image`; noise by default.
         chunk_size: of gradient caching, for texts; null for none.
         threads: of torch; by default as many as it finds.
-        rows: names of rows; those that do not apply are left out.
+        rows: names of rows; those whose measure does not apply to this device are left out.
         profile: folder for traces and operators of steps with InfoNCE and GlobalCache.
         out: store to which the rows are added.
     """
@@ -242,16 +224,15 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if unknown := sorted(set(rows).difference(ROWS)):
         raise SystemExit(f"rows {', '.join(unknown)} not known; choose from {', '.join(ROWS)}")
+    if idle := [row for row in rows if "+" in row and not measures_of(row)]:
+        print(f"not on this device: {', '.join(idle)}")
     torch.set_num_threads(threads or torch.get_num_threads())
     # A training has the towers' code to itself; here all compiled rows share it.
     torch._dynamo.config.recompile_limit = 64
     shared = {"threads": torch.get_num_threads(), "batch_size": batch_size, "steps": steps}
     shared |= {"workers": workers, "chunk_size": None}
-    own = {
-        "text": {"text_source": text_source, "text_length": text_length, "chunk_size": chunk_size},
-        "image-text": {},
-        "views": {"images": images},
-    }
+    own = {"views": {"images": images}, "image-text": {}}
+    own["text"] = {"text_length": text_length, "text_source": text_source, "chunk_size": chunk_size}
     store, count = Store(out), batch_size * (FEW + steps + 1)
     known = len(store.runs)
     for name in WORKLOADS if task == "all" else [task]:
@@ -260,7 +241,9 @@ def run(
             work = WORKLOADS[name](settings, count, Path(folder))
             if len(work.pairs) < count:
                 print(f"{name}: {len(work.pairs)} pairs for {count}, so that some come again")
-            measure(work, settings, rows, repeats, profile, store)
+            measure(
+                work, settings, [row for row in rows if row not in idle], repeats, profile, store
+            )
     print_runs(store.runs[known:])
 
 
@@ -270,13 +253,12 @@ def report(results: Path = RESULTS / "steps_cpu.jsonl") -> None:
 
 
 def check(folder: Path) -> None:
-    """Time ResNet-18 on views: a step on 2 × 2 views of 32 pixels is about 0.8 GFLOP."""
-    rows = ["InfoNCE", "InfoNCE+not_deterministic"]
-    run("views", 2, 1, 1, rows=rows, profile=folder / "traces", out=folder / "steps.jsonl")
-    assert len(list((folder / "traces").iterdir())) >= 2
-    found = Store(folder / "steps.jsonl").runs[0]
+    """Time ResNet-18 on two views of two images: some 0.9 GFLOP per step, forward and backward."""
+    run("views", 2, 1, 1, rows=["InfoNCE"], profile=folder, out=folder / "steps.jsonl")
+    [found] = Store(folder / "steps.jsonl").runs
     assert found.outcome["launches"] > 100
     assert cells_of(found, [found])["× InfoNCE"] == 1
+    assert {"views-InfoNCE.json.gz", "views-InfoNCE.txt"} < {file.name for file in folder.iterdir()}
 
 
 if __name__ == "__main__":

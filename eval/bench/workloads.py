@@ -1,19 +1,30 @@
-"""What is trained: data, a model, and the tool to compare with."""
+"""What is trained: data, a model, and the training loop of another tool.
+
+The other tools, sentence-transformers, open_clip and SimCLR of lightly's parts, take what ours
+takes: the same model, pairs, batch size, optimizer (AdamW at 1e-4, gradients clipped to norm 1),
+number of worker processes, and float32 or bfloat16 autocast. Random weights instead of trained ones
+make no difference.
+"""
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
+import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
-import rivals
-from frame import Settings
+import torch
 from PIL import Image
-from rivals import SMALL_CLIP, VIEW_SIZE
-from tasks import default_model
+from profiling import DEVICE, ON_GPU, watch
+from torch import nn
+from torch.utils.data import DataLoader, default_collate
 
 from dualenc.data import ImageFolderViews, PairDataset, TableViews
 from dualenc.data.readers.images import ImageFiles
@@ -21,40 +32,125 @@ from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
 from dualenc.workflows.run_quickstart import read_docstrings
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from frame import Settings
+from tasks import default_model
+
+VIEW_SIZE = 32
+CLIP: dict[str, Any] = {
+    "embed_dim": 256,
+    "vision_cfg": {"image_size": 96, "patch_size": 16, "width": 256, "layers": 6, "head_width": 64},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 256, "heads": 4, "layers": 4},
+}
+
 
 class Workload(NamedTuple):
-    """Training pairs, what makes our model, and the other tool's `rival(pairs, settings, …)`."""
+    """Training pairs, what makes our model, and `rival(bf16, steps, before_loss)`."""
 
     pairs: PairDataset
     new_model: Callable[[], DualEncoder]
-    rival: Callable[..., None]
+    rival: Callable[[bool, int, Callable[[], None]], None]
 
 
 def texts(settings: Settings, count: int, folder: Path) -> Workload:
-    """MiniLM on summaries and bodies of docstrings, or titles and texts of a corpus.jsonl."""
-    if settings["text_source"] == "docstrings":
-        pairs = [(docstring.summary, docstring.rest) for docstring in read_docstrings(count)]
-    else:
-        source = Path(settings["text_source"])
-        file = source / "corpus.jsonl" if source.is_dir() else source
-        with file.open(encoding="utf-8") as lines:
-            documents = ((own.get("title"), own.get("text")) for own in map(json.loads, lines))
-            pairs = [each for each in documents if all(each)][:count]
-    left, right = map(list, zip(*pairs, strict=True))
+    """MiniLM on pairs of texts; the rival's loss is InfoNCE for one direction."""
+    left, right = text_pairs(settings["text_source"], count)
+
+    def rival(bf16: bool, steps: int, before_loss: Callable[[], None]) -> None:
+        from datasets import Dataset
+        from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+        from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
+        from sentence_transformers.sentence_transformer import losses
+        from transformers import PrinterCallback
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        model = SentenceTransformer(default_model())
+        model.max_seq_length = settings["text_length"]
+        loss = losses.MultipleNegativesRankingLoss(model)
+        if size := settings["chunk_size"]:
+            loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
+        watch(loss, before_loss)
+        arguments = Arguments(
+            output_dir=tempfile.mkdtemp(dir=folder),
+            per_device_train_batch_size=settings["batch_size"],
+            max_steps=steps,
+            learning_rate=1e-4,
+            bf16=bf16,
+            use_cpu=not ON_GPU,
+            dataloader_num_workers=settings["workers"],
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+        )
+        data = Dataset.from_dict({"anchor": left, "positive": right})
+        trainer = SentenceTransformerTrainer(model, arguments, data, loss=loss)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
     new_model = partial(TextEncoder, default_model(), max_length=settings["text_length"])
-    return Workload(PairDataset(left, right), new_model, rivals.sentence_transformers)
+    return Workload(PairDataset(left, right), new_model, rival)
 
 
-def images_with_texts(settings: Settings, count: int, folder: Path) -> Workload:
-    """A small CLIP on noise with captions."""
-    files = noise_images(folder, count, size=128, suffix=".jpg")
+def text_pairs(source: str, count: int) -> tuple[list[str], list[str]]:
+    """Return summaries and bodies of docstrings, or titles and texts of a corpus.jsonl."""
+    if source == "docstrings":
+        docstrings = read_docstrings(count)
+        return [own.summary for own in docstrings], [own.rest for own in docstrings]
+    file = Path(source) / "corpus.jsonl" if Path(source).is_dir() else Path(source)
+    documents = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    pairs = [(own["title"], own["text"]) for own in documents if own.get("title") and own["text"]]
+    return [title for title, _ in pairs[:count]], [text for _, text in pairs[:count]]
+
+
+def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
+    """A small CLIP on noise with captions; the rival is open_clip's epoch over a CSV file."""
+    images = noise_images(folder, count, size=128, suffix=".jpg")
     captions = [f"noise of number {number}, without any picture in it" for number in range(count)]
-    pairs = PairDataset(files, captions, left_modality="image")
-    return Workload(pairs, partial(ImageTextEncoder, config=SMALL_CLIP), rivals.open_clip)
+
+    def rival(bf16: bool, steps: int, before_loss: Callable[[], None]) -> None:
+        from open_clip import ClipLoss, SimpleTokenizer
+        from open_clip.model import CLIP as Model
+        from open_clip.transform import image_transform
+        from open_clip_train.data import get_csv_dataset
+        from open_clip_train.train import train_one_epoch
+
+        files = [str(folder / name) for name in images.names]
+        rows = itertools.cycle(zip(files, captions, strict=True))
+        with (folder / "pairs.csv").open("w", newline="") as table:
+            few = itertools.islice(rows, steps * settings["batch_size"])
+            csv.writer(table).writerows([("image", "caption"), *few])
+        absent = ("distill", "distributed", "horovod", "wandb", "rank", "local_rank", "world_size")
+        arguments = SimpleNamespace(
+            device=str(DEVICE),
+            precision="amp_bf16" if bf16 else "fp32",
+            batch_size=settings["batch_size"],
+            workers=settings["workers"],
+            train_data=str(folder / "pairs.csv"),
+            csv_img_key="image",
+            csv_caption_key="caption",
+            csv_separator=",",
+            grad_clip_norm=1.0,
+            accum_freq=1,
+            log_every_n_steps=10,
+            skip_scheduler=True,
+            **dict.fromkeys(absent, 0) | {"world_size": 1},
+        )
+        model = Model(**CLIP, output_dict=True).to(DEVICE)
+        transform = image_transform(CLIP["vision_cfg"]["image_size"], is_train=True)
+        tokenizer = SimpleTokenizer(context_length=CLIP["text_cfg"]["context_length"])
+        data = {"train": get_csv_dataset(arguments, transform, is_train=True, tokenizer=tokenizer)}
+        optimizer, loss = torch.optim.AdamW(model.parameters(), lr=1e-4), ClipLoss()
+        watch(loss, before_loss)
+        train_one_epoch(model, data, loss, 0, optimizer, None, None, None, arguments)
+
+    pairs = PairDataset(images, captions, left_modality="image")
+    return Workload(pairs, partial(ImageTextEncoder, config=CLIP), rival)
 
 
 def views(settings: Settings, count: int, folder: Path) -> Workload:
-    """ResNet-18 on two views of images."""
+    """ResNet-18 on two views of images; the rival's gradients are clipped as ours are."""
     if settings["images"] is None:
         noise_images(folder, count, size=VIEW_SIZE, suffix=".png")
         pairs = ImageFolderViews(folder)
@@ -63,14 +159,42 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
         pairs = images.subset(np.arange(min(count, len(images))))
     augment = SimCLR(VIEW_SIZE)
     new_model = partial(ImageEncoder, "resnet18", image_size=VIEW_SIZE, augment=augment)
-    return Workload(pairs, new_model, rivals.lightly)
+
+    def rival(bf16: bool, steps: int, before_loss: Callable[[], None]) -> None:
+        from lightly.loss import NTXentLoss
+        from lightly.models.modules import SimCLRProjectionHead
+        from lightly.transforms import SimCLRTransform
+
+        # As SimCLR for CIFAR-10, and as `dualenc.data.views.SimCLR` by default.
+        augment = SimCLRTransform(input_size=VIEW_SIZE, cj_strength=0.5, gaussian_blur=0.0)
+        loader = DataLoader(
+            range(len(pairs.left_items)),
+            settings["batch_size"],
+            shuffle=True,
+            drop_last=True,
+            num_workers=settings["workers"],
+            pin_memory=ON_GPU,
+            collate_fn=lambda rows: default_collate([augment(pairs.left_items[r]) for r in rows]),
+        )
+        tower = new_model().left
+        head = SimCLRProjectionHead(tower.feature_dim, tower.feature_dim, tower.dim)
+        model = nn.Sequential(tower.backbone, head).to(DEVICE).train()
+        loss = NTXentLoss(temperature=0.2)
+        watch(loss, before_loss)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        for batch in itertools.islice(batches, steps):
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16):
+                value = loss(*(model(images.to(DEVICE, non_blocking=True)) for images in batch))
+            optimizer.zero_grad()
+            value.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    return Workload(pairs, new_model, rival)
 
 
-WORKLOADS: dict[str, Callable[[Settings, int, Path], Workload]] = {
-    "text": texts,
-    "image-text": images_with_texts,
-    "views": views,
-}
+WORKLOADS = {"text": texts, "image-text": images_and_texts, "views": views}
 
 
 def noise_images(folder: Path, count: int, size: int, suffix: str) -> ImageFiles:
