@@ -1,35 +1,32 @@
-"""What does an objective add to a training step: by encoder, by corpus size, and in state?
+"""What does an objective add to a training step: in time, by encoder and corpus size, and in state?
 
-    python eval/bench/objectives.py encoders --encoder minilm --batch_sizes [32,256,1024]
-    python eval/bench/objectives.py encoders --encoder resnet18 --device cuda
-    python eval/bench/objectives.py corpora --sizes [10000,100000,1000000,10000000]
+    python eval/bench/objectives.py steps --encoder minilm --batch_sizes [32,256,1024] --repeats 15
+    python eval/bench/objectives.py steps --sizes [10000,100000,1000000,10000000] --repeats 3
     python eval/bench/objectives.py state --ranks [1,8,64] --dimension 256
     python eval/bench/objectives.py items --workers "[0,1,2,8]" --size 224
 
-An objective is timed alone, forward and backward, on random embeddings, those of items outside the
-batch included: they cost next to nothing here. On one thread the clock is CPU time, which other
-processes on the machine disturb little; the least time of several is taken.
+steps: an objective is timed alone, forward and backward, on random embeddings, those of items
+outside the batch included; without an encoder caches are full. The least time is taken; on one
+thread the clock is CPU time, which other processes disturb little. "operations" counts kernels and
+views, which is what launching costs on a GPU. Memory is what the process has grown by since before
+the objective was built (what an earlier one has left is used first: time one at a time).
 
-encoders: ratio = (model + objective) / (model + InfoNCE). The step of the model is that of 2B
-items, forward and backward chunk by chunk, and one update; for objectives that ask for items
-outside the batch it includes noting BatchNorm's statistics, as training does. "with encodes" adds
-the model's time for those items, normalized by the batch's statistics (with gradient in full,
-without gradient a third). "operations" counts the objective's kernels and views, forward and
-backward: what launching costs on a GPU. ResNet-18 trains on two views, MiniLM on pairs of texts.
-
-corpora: every item has been seen, caches are full. Memory is what the process has grown by since
-before the objective was built (what an earlier one has left is used first: time one at a time).
+With --encoder, ratio = (model + objective) / (model + InfoNCE), where the model encodes 2B items,
+forward and backward chunk by chunk, and is updated once; for objectives that ask for items outside
+the batch it also notes BatchNorm's statistics, as training does. "with encodes" adds the model's
+time for those items, normalized by the batch's statistics (a third of it without gradient).
+ResNet-18 trains on two views, MiniLM on pairs of texts.
 
 state: what well-known corpora take on each rank: that of two small ones, extrapolated.
 
 items: how long images outside the batch take to read, by the number of workers. Images are JPEG
 files of noise, half as large again as the views, of which each request is a random sample; views
-are SimCLR's. The network is a mean of pixels: what is timed is reading, preparing, and the way from
-the workers.
+are SimCLR's. The network is a mean of pixels: what is timed is reading and preparing.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
 from collections import Counter
@@ -78,53 +75,51 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SACLR row": SACLR,
     "SACLR-1 matrix": partial(SACLR, form="matrix", negatives=1),
     "GlobalCache": GlobalCache,
-    "GlobalCache pool=65536": partial(GlobalCache, pool=65_536),
-    "NegativeCache ρ=0": partial(NegativeCache, refresh=0.0),
+    "GlobalCache, pool=65536": partial(GlobalCache, pool=65_536),
+    "NegativeCache": partial(NegativeCache, refresh=0.0),
     "EMC2": EMC2,
     "ISIR": ISIR,
 }
-FILLED = ["NegativeCache ρ=0", "GlobalCache", "GlobalCache pool=65536"]
 WRITTEN = 1 << 16
+"""Embeddings that are written at once, and that items share."""
 # Items of both sides.
 CORPORA = {"MS MARCO": 9_300_000, "CC12M": 24_000_000, "LAION-400M": 800_000_000}
 CORPORA["10⁹ pairs"] = 2 * 10**9
 
 
-class ObjectiveStep:
-    """A step of an objective alone, on random embeddings; counts the items that it asks for.
+def new_step(
+    objective: Objective, vectors: Tensor, batch_size: int, paired: bool = True
+) -> tuple[Callable[[], None], Counter[bool]]:
+    """Return a step of an objective alone, and the items it asks for, with and without gradient.
 
     Args:
         objective: the objective.
-        dimension: D.
-        num_items: N; above `WRITTEN`, items share embeddings.
-        draw_ids: returns the left ids of a batch (B,), or left and right ids.
-        device: where the embeddings are.
+        vectors: embeddings of the first items (n, D), which others share.
+        batch_size: B.
+        paired: items have the same ids on both sides.
     """
+    draw = torch.Generator().manual_seed(0)
+    num_items = max(objective.num_left, objective.num_right or 0)
+    # Few anchors, so that each comes back after some steps and finds its state, mostly outside the
+    # batch.
+    visited = torch.randperm(objective.num_left, generator=draw)[: 4 * batch_size]
+    asked: Counter[bool] = Counter()
 
-    def __init__(
-        self,
-        objective: Objective,
-        dimension: int,
-        num_items: int,
-        draw_ids: Callable[[], tuple[Tensor, ...]],
-        device: str = "cpu",
-    ) -> None:
-        self.objective, self.draw_ids = objective, draw_ids
-        self.vectors = normalize(torch.randn(min(WRITTEN, num_items), dimension)).to(device)
-        self.shared = num_items > WRITTEN
-        self.asked: Counter[bool] = Counter()
+    def embeddings(ids: Tensor) -> Tensor:
+        return vectors[ids if num_items <= len(vectors) else ids % len(vectors)]
 
-    def __call__(self) -> None:
-        ids = self.draw_ids()
-        batch = (self.embeddings(own).detach().requires_grad_() for own in (ids[0], ids[-1]))
-        self.objective(*batch, *ids, encode=self.encode).loss.backward()
+    def encode(side: str, ids: Tensor) -> Tensor:
+        asked[torch.is_grad_enabled()] += len(ids)
+        return embeddings(ids).requires_grad_()
 
-    def embeddings(self, ids: Tensor) -> Tensor:
-        return self.vectors[ids % WRITTEN if self.shared else ids]
+    def step() -> None:
+        rows = torch.randperm(len(visited), generator=draw)[:batch_size]
+        ids = visited[rows].to(vectors.device)
+        left, right = (embeddings(ids).detach().requires_grad_() for _ in range(2))
+        right_id = None if paired else ids
+        objective(left, right, ids, right_id, encode=encode).loss.backward()
 
-    def encode(self, side: str, ids: Tensor) -> Tensor:
-        self.asked[torch.is_grad_enabled()] += len(ids)
-        return self.embeddings(ids).requires_grad_()
+    return step, asked
 
 
 class Operations(TorchDispatchMode):
@@ -143,84 +138,35 @@ def least_seconds(run: Callable[[], Any], repeats: int) -> float:
     return min(in_turn({"run": run}, repeats, 1, clock)[0]["run"])
 
 
-def chunk_seconds(encoder: nn.Module, items: Tensor, repeats: int) -> tuple[float, float, float]:
-    """Return seconds of a chunk, forward and backward, by itself; with BatchNorm's statistics
-    noted; and with another one out of the batch.
+def model_seconds(
+    backbone: nn.Module, items: Tensor, batch_size: int, repeats: int
+) -> tuple[float, float, float]:
+    """Return seconds of a step for 2B items; noting BatchNorm's statistics; of one more item.
+
+    Args:
+        backbone: the model.
+        items: a chunk.
+        batch_size: B.
+        repeats: how often each is timed.
     """
 
     def run(keep: bool, out_of_batch: bool = False) -> None:
         noted = BatchStatistics(keep)
-        with noted.recorded(encoder):
-            loss = encoder(items).pow(2).mean()
+        with noted.recorded(backbone):
+            loss = backbone(items).pow(2).mean()
         if out_of_batch:
-            with noted.applied(encoder):
-                loss = loss + encoder(items).pow(2).mean()
+            with noted.applied(backbone):
+                loss = loss + backbone(items).pow(2).mean()
         noted.release()
         loss.backward()
 
     passes = (partial(run, False), partial(run, True), partial(run, True, True))
     plain, noting, both = (least_seconds(each, repeats) for each in passes)
-    return plain, noting if trained_norms(encoder) else plain, both
-
-
-def encoders(
-    encoder: Literal["resnet18", "minilm"] = "minilm",
-    batch_sizes: list[int] = [32, 256, 1024],  # noqa: B006 - a default for the command line, never changed
-    num_items: int = 20_000,
-    size: int | None = None,
-    chunk_size: int = 64,
-    repeats: int = 15,
-    device: str = "cuda" if torch.cuda.is_available() else "cpu",
-) -> list[dict[str, Any]]:
-    """Print a row per batch size and objective.
-
-    Args:
-        encoder: the model whose step is the yardstick.
-        batch_sizes: pairs per step, B.
-        num_items: N, size of the corpus.
-        size: pixels of an image's side (96 by default), or tokens of a text (64).
-        chunk_size: items encoded at once (on a large GPU choose 2B, the whole batch).
-        repeats: timed steps per objective.
-        device: cpu or cuda.
-    """
-    views = encoder == "resnet18"
-    backbone, dimension = new_backbone(encoder)
-    backbone.to(device)
-    draw = torch.Generator().manual_seed(0)
-    rows = []
-    for batch_size in batch_sizes:
-        chunk = min(chunk_size, 2 * batch_size)
-        images = torch.randn(chunk, 3, size or 96, size or 96, device=device)
-        tokens = torch.randint(30000, (chunk, size or 64), device=device)
-        plain, noting, both = chunk_seconds(backbone, images if views else tokens, repeats)
-        optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-5)
-        update, chunks = least_seconds(optimizer.step, repeats), 2 * batch_size / chunk
-        # Few anchors, so that each comes back after some steps and finds its state, mostly outside
-        # the batch.
-        visited = torch.randperm(num_items, generator=draw)[: 4 * batch_size]
-
-        def draw_ids(visited: Tensor = visited, batch_size: int = batch_size) -> tuple[Tensor]:
-            return (visited[torch.randperm(len(visited), generator=draw)[:batch_size]].to(device),)
-
-        for name, build in OBJECTIVES.items():
-            objective = build(num_left=num_items, views=views).to(device)
-            step = ObjectiveStep(objective, dimension, num_items, draw_ids, device)
-            for _ in range(8):
-                step()
-            with Operations() as operations:
-                step()
-            step.asked.clear()
-            own = least_seconds(step, repeats)
-            graphs, no_graphs = (step.asked[kind] / (repeats + 1) for kind in (True, False))
-            model = (noting if objective.needs_encode else plain) * chunks + update
-            encodes = (both - noting) / chunk * (graphs + no_graphs / 3)
-            reference = model + own if name == "InfoNCE" else reference
-            cells = {"B": batch_size, "objective": name, "operations": operations.count}
-            cells |= {"model, ms": model * 1000, "objective, ms": own * 1000}
-            cells |= {"ratio": (model + own) / reference, "encodes": graphs + no_graphs}
-            rows.append(cells | {"with encodes": (model + own + encodes) / reference})
-    print_table(Table(f"{encoder} on {device}, N = {num_items:,}", rows))
-    return rows
+    if not trained_norms(backbone):
+        noting = plain
+    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-5)
+    update, chunks = least_seconds(optimizer.step, repeats), 2 * batch_size / len(items)
+    return plain * chunks + update, noting * chunks + update, (both - noting) / len(items)
 
 
 def fill(objective: Objective, dimension: int) -> None:
@@ -231,45 +177,76 @@ def fill(objective: Objective, dimension: int) -> None:
             memory.write(items * memory.keys_per_item, embeddings)
 
 
-def corpora(
-    sizes: list[int] = [10_000, 100_000, 1_000_000],  # noqa: B006
-    batch_size: int = 32,
+def steps(
+    encoder: Literal["resnet18", "minilm"] | None = None,
+    batch_sizes: list[int] = [32],  # noqa: B006 - a default for the command line, never changed
+    sizes: list[int] = [20_000],  # noqa: B006
     dimension: int = 64,
     num_left: int | None = None,
-    objectives: list[str] = ["SogCLR", "EMC2", "ISIR", *FILLED],  # noqa: B006
+    objectives: list[str] = list(OBJECTIVES),  # noqa: B006
+    item_size: int = 64,
+    chunk_size: int = 64,
     repeats: int = 5,
-) -> None:
-    """Print a row per objective and size of the corpus.
+    device: str = "cpu",
+) -> list[dict[str, Any]]:
+    """Print a row per batch size, size of the corpus, and objective.
 
     Args:
-        sizes: N.
-        batch_size: B.
-        dimension: D.
+        encoder: the model whose step is the yardstick, if any.
+        batch_sizes: pairs per step, B.
+        sizes: items of the corpus, N.
+        dimension: D, without an encoder.
         num_left: items on the left, such as queries; by default N.
         objectives: those to time, after InfoNCE.
+        item_size: pixels of an image's side, or tokens of a text.
+        chunk_size: items encoded at once (on a large GPU choose 2B, the whole batch).
         repeats: timed steps.
+        device: cpu or cuda.
     """
-    rows = []
-    for num_items in sizes:
-        for name in ["InfoNCE", *objectives]:
+    torch.manual_seed(0)
+    views, table = encoder == "resnet18", []
+    if encoder:
+        backbone, dimension = new_backbone(encoder)
+        backbone.to(device)
+    for batch_size, num_items in itertools.product(batch_sizes, sizes):
+        vectors = normalize(torch.randn(min(num_items, WRITTEN), dimension)).to(device)
+        shape = (min(chunk_size, 2 * batch_size), *[3, item_size] * views, item_size)
+        chunk = torch.randn(shape) if views else torch.randint(30000, shape)
+        times = (0.0, 0.0, 0.0)
+        if encoder:
+            times = model_seconds(backbone, chunk.to(device), batch_size, repeats)
+        counts = {"num_left": num_left or num_items} | (
+            {"num_right": num_items} if num_left else {}
+        )
+        reference = 0.0
+        for name in dict.fromkeys(["InfoNCE", *objectives]):
             before = Process().memory_info().rss
-            counts = num_left or num_items, num_items
-            objective = OBJECTIVES[name](num_left=counts[0], num_right=counts[1], temperature=0.05)
-            fill(objective, dimension)
-
-            def draw_ids(counts: tuple[int, int] = counts) -> tuple[Tensor, Tensor]:
-                left, right = (torch.randint(count, (batch_size,)) for count in counts)
-                return left, right
-
-            step = ObjectiveStep(objective, dimension, num_items, draw_ids)
+            objective = OBJECTIVES[name](views=views, **counts).to(device)
+            if not encoder:
+                fill(objective, dimension)
+            step, asked = new_step(objective, vectors, batch_size, paired=num_left is None)
+            for _ in range(8):
+                step()
+            with Operations() as operations:
+                step()
+            asked.clear()
             own = least_seconds(step, repeats)
-            reference = own if name == "InfoNCE" else reference
-            cells = {"N": num_items, "objective": name, "ms": 1000 * own}
-            cells |= {"over InfoNCE": own / reference, "state, MB": state_bytes(objective) / 1e6}
-            rows.append(cells | {"memory, MB": (Process().memory_info().rss - before) / 1e6})
-            del objective
-    threads = torch.get_num_threads()
-    print_table(Table(f"B = {batch_size}, D = {dimension}, {threads} threads", rows))
+            graphs, no_graphs = (asked[kind] / (repeats + 1) for kind in (True, False))
+            cells = {"B": batch_size, "N": num_items, "objective": name}
+            cells |= {"operations": operations.count, "ms": 1000 * own}
+            cells |= {"encodes": graphs + no_graphs, "state, MB": state_bytes(objective) / 1e6}
+            cells["memory, MB"] = (Process().memory_info().rss - before) / 1e6
+            whole = times[objective.needs_encode] + own
+            encodes = times[2] * (graphs + no_graphs / 3)
+            reference = reference or whole
+            cells["ratio"] = whole / reference
+            if encoder:
+                cells["model, ms"] = 1000 * times[objective.needs_encode]
+                cells["with encodes"] = (whole + encodes) / reference
+            table.append(cells)
+    threads = f"{torch.get_num_threads()} threads"
+    print_table(Table(f"{encoder or 'no encoder'} on {device}, {threads}, D = {dimension}", table))
+    return table
 
 
 def state_bytes(module: nn.Module) -> int:
@@ -283,8 +260,7 @@ def bytes_per_item(name: str, dimension: int) -> tuple[int, float, float]:
     found = []
     for num_items in (small, large):
         objective = OBJECTIVES[name](num_left=num_items)
-        draw_ids = partial(torch.randint, num_items, (1, 8))
-        ObjectiveStep(objective, dimension, num_items, draw_ids)()
+        new_step(objective, normalize(torch.randn(64, dimension)), batch_size=8)[0]()
         banks = [each for each in objective.modules() if isinstance(each, EmbeddingMemory)]
         divided = sum(map(state_bytes, banks))
         found.append((state_bytes(objective) - divided, divided))
@@ -357,13 +333,12 @@ def items(
 
 def check(folder: Path) -> None:
     """Time all with a small ResNet-18; a number of SogCLR is 4 bytes, a cached item 520 at most."""
-    rows = encoders("resnet18", [4], num_items=50, size=32, repeats=1, device="cpu")
-    assert rows[0]["ratio"] == 1
-    corpora([1000], objectives=FILLED, repeats=1)
+    table = steps("resnet18", [4], [50], item_size=32, repeats=1)
+    assert table[0]["ratio"] == 1
     for name, expected in {"SogCLR": 4, "EMC2": 12, "ISIR": 8}.items():
         assert sum(bytes_per_item(name, 8)[1:]) == expected
     items([0], size=32, count=4, images=8, repeats=1)
 
 
 if __name__ == "__main__":
-    command_line(encoders, corpora, state, items, check=check)
+    command_line(steps, state, items, check=check)

@@ -1,0 +1,38 @@
+"""What the benchmark of training measures: seconds from a loss to a later one, in rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.eval_scripts import load_script
+
+
+def test_clock_is_read_at_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    profiling, now = load_script("bench/profiling.py"), iter([10.0, 13.0])
+    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    steps = range(4)
+    assert profiling.seconds_per_step(lambda _, loss: [loss() for _ in steps], 1, 2) == 1.5
+
+
+def test_stopped_run_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load_script("bench/training.py")
+    rounds = iter([0.1, 0.4, 0.2, 0.8])
+
+    def seconds_per_step(*_: object) -> float:
+        if (value := next(rounds, None)) is None:
+            raise KeyboardInterrupt
+        return value
+
+    measured = {"seconds_per_step": seconds_per_step, "profile_steps": lambda *_: None}
+    measured |= {"counts": lambda _: {"launches": 6}, "step_flops": lambda *_: 10}
+    for name, function in {**measured, "matmul_rate": lambda *_: 100}.items():
+        monkeypatch.setattr(script.profiling, name, function)
+    with pytest.raises(KeyboardInterrupt):
+        script.run("views", 2, 1, rows=["InfoNCE", "SogCLR"], out=tmp_path / "runs.jsonl")
+    runs = script.Store(tmp_path / "runs.jsonl").runs
+    assert [each.outcome["repeats"] for each in runs] == [2, 2]
+    assert runs[0].outcome["limit, ms"] == 100
+    assert min(each.outcome["lowest"] for each in runs) == 100
