@@ -6,20 +6,18 @@
     python eval/bench/memory.py fine_tuning Qwen3-Embedding-0.6B BEIR --tokens 512 --lora_rank 16
     python eval/bench/memory.py report
 
-batches: the peak as the batch grows, over that of the smallest batch. Every measurement is a
-process: its peak resident memory (of everything, Python and torch included), or the peak of
-allocated memory on a CUDA device. glibc is told to return what is freed at once: what it would keep
-for later depends on the order of sizes, and can be another 0.1 to 0.5 of the first batch's memory.
-On the CPU the inputs that a step keeps, out-of-batch ones included, are in the peak, as they are in
-training; the last column leaves them out. MiniLM (BERT with 6 layers of 384) and ResNet-18 (on two
-views, its BatchNorm frozen) have random weights and inputs. The linear encoder holds next to
-nothing: what is left is the objective, the strictest comparison and a fast one.
+batches: the peak as the batch grows, over that of the smallest. Every measurement is a process: its
+peak resident memory, Python and torch included, or the peak of allocated memory on a CUDA device.
+glibc is told to return what is freed at once: what it would keep for later can be another 0.1 to
+0.5 of the first batch's memory. On the CPU the inputs that a step keeps, out-of-batch ones
+included, are in the peak, as they are in training; the last column leaves them out. MiniLM and
+ResNet-18 (on two views, its BatchNorm frozen) have random weights and inputs. The linear encoder
+holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
 
-fine_tuning: the peak of what torch holds beside the weights (gradients, the state of optimizer and
-objective, a momentum encoder, activations). MODEL is a text encoder, trained in bf16 on beginnings
-of texts, or a name of `SHAPES`, random weights of a published model's sizes. A row is an objective
-of `rows.py` and a batch size. With --lora_rank every text is repeated until it is as long as the
-longest: large encoders are chosen for long texts.
+fine_tuning: the peak of what torch holds beside the weights. MODEL is a text encoder, trained in
+bf16 on beginnings of texts, or a name of `SHAPES`, random weights of a published model's sizes. A
+row is an objective of `rows.py` and a batch size. With --lora_rank every text is repeated until it
+is as long as the longest: large encoders are chosen for long texts.
 """
 
 from __future__ import annotations
@@ -121,18 +119,17 @@ def peak_of_batch(settings: Settings) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     for _ in range(settings["steps"]):
         encoding = CachedEncoding(model, device, chunk_size=settings["chunk_size"])
-        kept = [random_inputs(encoder, batch_size, size) for _ in range(2)]
+        inputs = [random_inputs(encoder, batch_size, size) for _ in range(2)]
+        kept = list(map(num_bytes, inputs))
 
-        def encode(
-            side: Any, ids: Tensor, encoding: CachedEncoding = encoding, kept: list = kept
-        ) -> Tensor:
+        def encode(side: Any, ids: Tensor, encoding: CachedEncoding = encoding) -> Tensor:
             outside = random_inputs(encoder, len(ids), size)
             if torch.is_grad_enabled():  # then they are kept for the backward pass
-                kept.append(outside)
+                kept.append(num_bytes(outside))  # noqa: B023 - called within this iteration
             return encoding.encode(side, outside, out_of_batch=True)
 
         ids = torch.randperm(num_items, device=device)[:batch_size]
-        left, right = encoding.encode("left", kept[0]), encoding.encode("right", kept[1])
+        left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
         encoding.backward(objective(left, right, ids, encode=encode).loss)
         optimizer.step()
         optimizer.zero_grad()
@@ -141,7 +138,7 @@ def peak_of_batch(settings: Settings) -> Outcome:
     # Of this process alone; what getrusage returns, a process may inherit from its parent.
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    return {"peak": peak, "inputs": sum(map(num_bytes, kept)) / MIB}
+    return {"peak": peak, "inputs": sum(kept) / MIB}
 
 
 def batches(
@@ -157,14 +154,10 @@ def batches(
     """Print a table of objectives and batch sizes.
 
     Args:
-        encoder: what is trained.
         batch_sizes: pairs per step; ratios are to the first.
-        objectives: which of them.
-        chunk_size: items encoded at once.
         size: tokens of a text (128 by default), or pixels of an image's side (64).
         num_items: N, size of the corpus; by default twice the largest batch.
         steps: training steps; chains have a state from the second on.
-        device: cpu or cuda.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     shared = {"encoder": encoder, "size": size or {"minilm": 128}.get(encoder, 64), "steps": steps}
@@ -245,13 +238,9 @@ def fine_tuning(
 
     Args:
         model: folder or hub name of a text encoder, or a name of `SHAPES`.
-        folder: BEIR folder.
-        rows: objectives, each with a batch size.
         pairs: pairs of the data, for the tables of objectives.
-        tokens: longest text.
         lora_rank: adapters over bf16 weights, with gradient checkpointing, in place of all weights.
         steps: over which a pair's time is taken; a training has one before them and one after.
-        out: store to which the rows are added.
     """
     data = some_of(beginnings(folder, words=tokens)[0], pairs)
     if lora_rank:

@@ -46,39 +46,24 @@ from workloads import noise_images
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from frame import command_line
 
+import dualenc.objectives as library
 from dualenc.data import ImageFolderViews
 from dualenc.encoders import BatchStatistics, ImageEncoder
 from dualenc.encoders.batchnorm import trained_norms
-from dualenc.encoders.dual import Tower
 from dualenc.evaluation.report_page import Table, print_table
-from dualenc.objectives import (
-    DCL,
-    EMC2,
-    HCL,
-    ISIR,
-    SACLR,
-    GlobalCache,
-    InfoNCE,
-    ISogCLR,
-    NegativeCache,
-    Objective,
-    SigLIP,
-    SogCLR,
-)
+from dualenc.objectives import SACLR, GlobalCache, NegativeCache, Objective
 from dualenc.objectives.memory import EmbeddingMemory
 from dualenc.training.encoding import PlainEncoding
 from dualenc.training.extra_items import ItemEncoder
-from dualenc.types import Inputs
 
+PLAIN = ("InfoNCE", "DCL", "HCL", "SigLIP", "SogCLR", "ISogCLR", "EMC2", "ISIR")
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    **{each.__name__: each for each in (InfoNCE, DCL, HCL, SigLIP, SogCLR, ISogCLR)},
+    **{name: getattr(library, name) for name in PLAIN},
     "SACLR row": SACLR,
     "SACLR-1 matrix": partial(SACLR, form="matrix", negatives=1),
     "GlobalCache": GlobalCache,
     "GlobalCache, pool=65536": partial(GlobalCache, pool=65_536),
     "NegativeCache": partial(NegativeCache, refresh=0.0),
-    "EMC2": EMC2,
-    "ISIR": ISIR,
 }
 WRITTEN = 1 << 16
 """Embeddings that are written at once, and that items share."""
@@ -92,11 +77,7 @@ def new_step(
 ) -> tuple[Callable[[], None], Counter[bool]]:
     """Return a step of an objective alone, and the items it asks for, with and without gradient.
 
-    Args:
-        objective: the objective.
-        vectors: embeddings of the first items (n, D), which others share.
-        batch_size: B.
-        paired: items have the same ids on both sides.
+    Items beyond the vectors (n, D) share them. `paired`: ids of both sides are the same space.
     """
     draw = torch.Generator().manual_seed(0)
     num_items = max(objective.num_left, objective.num_right or 0)
@@ -141,14 +122,7 @@ def least_seconds(run: Callable[[], Any], repeats: int) -> float:
 def model_seconds(
     backbone: nn.Module, items: Tensor, batch_size: int, repeats: int
 ) -> tuple[float, float, float]:
-    """Return seconds of a step for 2B items; noting BatchNorm's statistics; of one more item.
-
-    Args:
-        backbone: the model.
-        items: a chunk.
-        batch_size: B.
-        repeats: how often each is timed.
-    """
+    """Return seconds of a step for 2B items; noting BatchNorm's statistics; of one more item."""
 
     def run(keep: bool, out_of_batch: bool = False) -> None:
         noted = BatchStatistics(keep)
@@ -193,15 +167,12 @@ def steps(
 
     Args:
         encoder: the model whose step is the yardstick, if any.
-        batch_sizes: pairs per step, B.
         sizes: items of the corpus, N.
         dimension: D, without an encoder.
         num_left: items on the left, such as queries; by default N.
-        objectives: those to time, after InfoNCE.
         item_size: pixels of an image's side, or tokens of a text.
         chunk_size: items encoded at once (on a large GPU choose 2B, the whole batch).
         repeats: timed steps.
-        device: cpu or cuda.
     """
     torch.manual_seed(0)
     views, table = encoder == "resnet18", []
@@ -270,12 +241,7 @@ def bytes_per_item(name: str, dimension: int) -> tuple[int, float, float]:
 
 
 def state(ranks: list[int], dimension: int = 64) -> None:
-    """Print bytes per item, and GB per rank, of each objective for well-known corpora.
-
-    Args:
-        ranks: numbers of ranks.
-        dimension: D.
-    """
+    """Print bytes per item, and GB per rank, of each objective for well-known corpora."""
     rows = []
     for name in OBJECTIVES:
         fixed, whole, divided = bytes_per_item(name, dimension)
@@ -285,15 +251,6 @@ def state(ranks: list[int], dimension: int = 64) -> None:
                 cells[f"GB, {number} ranks"] = (fixed + items * (whole + divided / number)) / 1e9
             rows.append(cells)
     print_table(Table(f"State per rank, D = {dimension}", rows))
-
-
-class MeanColor(Tower):
-    """Unit vectors (B, 3) of images."""
-
-    modality = "image"
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return normalize(inputs["image"].mean(dim=(2, 3)), dim=1)
 
 
 def items(
@@ -307,17 +264,13 @@ def items(
 
     Args:
         workers: numbers of workers, which take turns.
-        size: pixels of a view's side.
         count: items of a request.
-        images: images of the data.
-        repeats: requests that are timed.
     """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         noise_images(Path(folder), images, size=size * 3 // 2, suffix=".jpg")
-        model, tower = ImageEncoder("resnet18", image_size=size), MeanColor()
-        tower.prepare = model.left.prepare
-        model.left = model.right = tower
+        model = ImageEncoder("resnet18", image_size=size)
+        model.left.forward = lambda inputs: normalize(inputs["image"].mean(dim=(2, 3)))
         encoding = PlainEncoding(model, torch.device("cpu"), keep_statistics=False)
         pairs = ImageFolderViews(folder)
         readers = {each: ItemEncoder(model, pairs, encoding, num_workers=each) for each in workers}

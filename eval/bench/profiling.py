@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -147,12 +148,13 @@ def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float
     return counter.get_total_flops() / len(plan)
 
 
-def matmul_rate(dtype: torch.dtype, tf32: bool = False) -> float:
+@cache
+def matmul_rate(precision: str, tf32: bool = False) -> float:
     """Return the FLOP/s of large square matrix products, the best of several measurements."""
     size, products = (4096, 10) if ON_GPU else (2048, 1)
-    matrix = torch.randn(size, size, device=DEVICE).to(dtype)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if tf32 else precision)
+    matrix = torch.randn(size, size, device=DEVICE).to(getattr(torch, precision))
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 and precision == "float32" else usual)
     times, _ = in_turn({"products": lambda: [matrix @ matrix for _ in range(products)]}, 6)
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision(usual)
     return 2 * size**3 * products / min(times["products"])

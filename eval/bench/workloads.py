@@ -71,19 +71,12 @@ def texts(settings: Settings, count: int, folder: Path) -> Workload:
         if size := settings["chunk_size"]:
             loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
         watch(loss, before_loss)
-        arguments = Arguments(
-            output_dir=tempfile.mkdtemp(dir=folder),
-            per_device_train_batch_size=settings["batch_size"],
-            max_steps=steps,
-            learning_rate=1e-4,
-            bf16=bf16,
-            use_cpu=not ON_GPU,
-            dataloader_num_workers=settings["workers"],
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            logging_strategy="no",
-        )
+        size, workers = settings["batch_size"], settings["workers"]
+        work = {"per_device_train_batch_size": size, "dataloader_num_workers": workers}
+        work |= {"max_steps": steps, "learning_rate": 1e-4, "bf16": bf16, "use_cpu": not ON_GPU}
+        quiet = {"save_strategy": "no", "report_to": "none", "logging_strategy": "no"}
+        folder_of_run = tempfile.mkdtemp(dir=folder)
+        arguments = Arguments(folder_of_run, disable_tqdm=True, **work, **quiet)
         data = Dataset.from_dict({"anchor": left, "positive": right})
         trainer = SentenceTransformerTrainer(model, arguments, data, loss=loss)
         trainer.remove_callback(PrinterCallback)
@@ -121,22 +114,13 @@ def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
         with (folder / "pairs.csv").open("w", newline="") as table:
             few = itertools.islice(rows, steps * settings["batch_size"])
             csv.writer(table).writerows([("image", "caption"), *few])
-        absent = ("distill", "distributed", "horovod", "wandb", "rank", "local_rank", "world_size")
-        arguments = SimpleNamespace(
-            device=str(DEVICE),
-            precision="amp_bf16" if bf16 else "fp32",
-            batch_size=settings["batch_size"],
-            workers=settings["workers"],
-            train_data=str(folder / "pairs.csv"),
-            csv_img_key="image",
-            csv_caption_key="caption",
-            csv_separator=",",
-            grad_clip_norm=1.0,
-            accum_freq=1,
-            log_every_n_steps=10,
-            skip_scheduler=True,
-            **dict.fromkeys(absent, 0) | {"world_size": 1},
-        )
+        absent = ("distill", "distributed", "horovod", "wandb", "rank", "local_rank")
+        options: dict[str, Any] = dict.fromkeys(absent, 0) | {"world_size": 1, "accum_freq": 1}
+        options |= {"csv_img_key": "image", "csv_caption_key": "caption", "csv_separator": ","}
+        options |= {"train_data": str(folder / "pairs.csv"), "device": str(DEVICE)}
+        options |= {"batch_size": settings["batch_size"], "workers": settings["workers"]}
+        options |= {"grad_clip_norm": 1.0, "log_every_n_steps": 10, "skip_scheduler": True}
+        arguments = SimpleNamespace(precision="amp_bf16" if bf16 else "fp32", **options)
         model = Model(**CLIP, output_dict=True).to(DEVICE)
         transform = image_transform(CLIP["vision_cfg"]["image_size"], is_train=True)
         tokenizer = SimpleTokenizer(context_length=CLIP["text_cfg"]["context_length"])
@@ -155,8 +139,8 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
         noise_images(folder, count, size=VIEW_SIZE, suffix=".png")
         pairs = ImageFolderViews(folder)
     else:
-        images = TableViews(settings["images"])
-        pairs = images.subset(np.arange(min(count, len(images))))
+        table = TableViews(settings["images"])
+        pairs = table.subset(np.arange(min(count, len(table))))
     augment = SimCLR(VIEW_SIZE)
     new_model = partial(ImageEncoder, "resnet18", image_size=VIEW_SIZE, augment=augment)
 
@@ -167,15 +151,10 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
 
         # As SimCLR for CIFAR-10, and as `dualenc.data.views.SimCLR` by default.
         augment = SimCLRTransform(input_size=VIEW_SIZE, cj_strength=0.5, gaussian_blur=0.0)
-        loader = DataLoader(
-            range(len(pairs.left_items)),
-            settings["batch_size"],
-            shuffle=True,
-            drop_last=True,
-            num_workers=settings["workers"],
-            pin_memory=ON_GPU,
-            collate_fn=lambda rows: default_collate([augment(pairs.left_items[r]) for r in rows]),
-        )
+        options = {"num_workers": settings["workers"], "pin_memory": ON_GPU, "drop_last": True}
+        options["collate_fn"] = lambda rows: default_collate([augment(images[r]) for r in rows])
+        images, size = pairs.left_items, settings["batch_size"]
+        loader = DataLoader(range(len(images)), size, shuffle=True, **options)
         tower = new_model().left
         head = SimCLRProjectionHead(tower.feature_dim, tower.feature_dim, tower.dim)
         model = nn.Sequential(tower.backbone, head).to(DEVICE).train()
@@ -185,7 +164,7 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
         batches = itertools.chain.from_iterable(itertools.repeat(loader))
         for batch in itertools.islice(batches, steps):
             with torch.autocast(DEVICE.type, torch.bfloat16, enabled=bf16):
-                value = loss(*(model(images.to(DEVICE, non_blocking=True)) for images in batch))
+                value = loss(*(model(view.to(DEVICE, non_blocking=True)) for view in batch))
             optimizer.zero_grad()
             value.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
