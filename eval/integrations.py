@@ -223,17 +223,19 @@ def lightly(
             self.criterion = criterion
 
         def forward(self, images: Tensor) -> Tensor:
-            return normalize(self.head(self.backbone(images)), dim=1)
+            return self.head(self.backbone(images))
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             left, right = map(self, batch[0])
             if isinstance(self.criterion, NTXentLoss):
                 return self.criterion(left, right)
+            left, right = normalize(left, dim=1), normalize(right, dim=1)
             ids = torch.tensor([int(Path(name).stem) for name in batch[2]])
             return self.criterion(left, right, ids, encode=self.encode).loss
 
         def encode(self, side: str, ids: Tensor) -> Tensor:
-            return self(torch.stack([dataset[row][0][side == "right"] for row in ids.tolist()]))
+            views = [dataset[row][0][side == "right"] for row in ids.tolist()]
+            return normalize(self(torch.stack(views)), dim=1)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=RATE)
