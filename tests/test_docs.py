@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "eval" / "results").glob("*.md")),
 ]
+RESULTS = [ROOT / "docs" / "results.md", *sorted((ROOT / "eval" / "results").glob("*.md"))]
 FOLDERS = ("docs", "dualenc", "eval", "examples", "recipes", "tests")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(rf"(?<![\w./-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w")
@@ -57,6 +59,16 @@ def test_named_files_exist(page: Path) -> None:
 def test_code_is_python(page: Path) -> None:
     for block in code(page, "python"):
         compile(block, str(page), "exec")
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
+def test_tables_of_results_name_their_command(page: Path) -> None:
+    """Either in their section, or for the whole page in its introduction."""
+    command = re.compile(r"python\s+eval/|dualenc\s+[a-z]+ |a\s+program\s+that\s+is\s+not\s+kept")
+    introduction, *sections = re.split(r"^(?=#{2,} )", page.read_text("utf-8"), flags=re.M)
+    for section in [introduction, *sections]:
+        if "\n|" in section and not command.search(introduction):
+            assert command.search(section), section.splitlines()[0]
 
 
 def test_files_of_the_architecture_exist() -> None:
@@ -112,6 +124,18 @@ def test_objective_of_the_contributing_guide_is_its_softmax() -> None:
             torch.cat(torch.autograd.grad(value, [left, right])) for value in (found, slow)
         ]
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_experiment_of_the_contributing_guide_passes_its_check(tmp_path: Path) -> None:
+    script = tmp_path / "batches.py"
+    script.write_text(code(ROOT / "CONTRIBUTING.md", "python")[2], "utf-8")
+    path = os.pathsep.join([str(ROOT / "eval"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), "--check"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["B = 8", "B = 32"]
 
 
 def test_llms_txt_lists_every_page_of_the_site() -> None:
