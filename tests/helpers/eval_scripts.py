@@ -15,7 +15,7 @@ from tests.helpers.pages import ROOT
 
 EVAL = ROOT / "eval"
 # A command in backticks may go on in the next line; any other ends with its line.
-COMMAND = re.compile(r"(`[^`\n]*)?\bpython\s+(eval/[\w/]+\.py)((?(1)[^`]*|.*))")
+COMMAND = re.compile(r"(`[^`\n]*)?\bpython\s+(eval/[\w/]+\.py)((?(1)[^`;&]*|[^`;&\n]*))")
 
 
 def load_script(path: str) -> ModuleType:
