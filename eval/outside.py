@@ -1,5 +1,4 @@
-"""Losses of other libraries, and your own, as objectives of `small_batch.py`: classes that are
-named by import path.
+"""Losses of other libraries, and your own, as objectives: classes named by their import path.
 
     PYTHONPATH=. python eval/small_batch.py run vectors PAPERS --objectives
     '["InfoNCE","my_package.MyLoss"]'
@@ -10,15 +9,10 @@ right_id)`, by these names. Its constructor gets those of `temperature`, `num_le
 `views` and `seed` that it names. A method `set_progress(fraction)` is called before each batch with
 the share of the training that is done.
 
-Adapters import code that is not part of dualenc:
-
-- `outside.LibAUCViews` and `outside.LibAUCPairs`: `GCLoss_v1` and `GCLoss_v2` of LibAUC, `pip
-  install libauc`;
-- `outside.FastCLIP`: `FastCLIPLoss` of a checkout of https://github.com/Optimization-AI/fast_clip
-  whose src folder is in PYTHONPATH. The package `fastclip` on PyPI is another program.
-
-They scale losses so that the gradient of an anchor's first visit is that of `SogCLR`, and clipping
-treats all alike.
+Adapters: `outside.LibAUCViews` and `outside.LibAUCPairs` for LibAUC (`pip install libauc`), and
+`outside.FastCLIP` for https://github.com/Optimization-AI/fast_clip (the package `fastclip` on PyPI
+is another program). They scale losses so that the gradient of an anchor's first visit is that of
+`SogCLR`, and clipping treats all alike.
 """
 
 from __future__ import annotations
@@ -45,8 +39,7 @@ FAST_CLIP = (
 
 
 def import_objective(path: str) -> Callable[..., Objective]:
-    """The class at an import path, or what makes a `PlainLoss` of it; takes what every objective
-    takes.
+    """Return the class at an import path, or a constructor of a `PlainLoss` of it.
 
     Raises:
         DualencError: there is no such class.
@@ -55,21 +48,23 @@ def import_objective(path: str) -> Callable[..., Objective]:
     return found if issubclass(found, Objective) else partial(PlainLoss, found)
 
 
-def import_class(path: str, advice: str) -> type:
-    """The class at an import path; DualencError with advice where there is none."""
+def import_class(path: str, fix: str) -> type:
+    """Return the class at an import path, or raise an error with a fix."""
     module_name, _, class_name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise DualencError(f"objective {path}: {error}; {advice}") from error
+        raise DualencError(str(error), fix=fix, where=f"objective {path}") from error
     if not inspect.isclass(found):
-        raise DualencError(f"objective {path} is no class; name an Objective, or a class of a loss")
+        where = f"objective {path}"
+        raise DualencError(
+            "not a class", fix="name an Objective, or a class of a loss", where=where
+        )
     return found
 
 
 def report_progress(objective: Objective, num_batches: int) -> None:
-    """Call `objective.set_progress`, if it has that, before each batch of a training with so
-    many."""
+    """Call `objective.set_progress`, if it has that, before each batch of a training."""
     if not hasattr(objective, "set_progress"):
         return
     num_seen = 0
@@ -96,16 +91,12 @@ class PlainLoss(Objective):
 
     def __init__(self, loss_class: type, **common: Any) -> None:
         super().__init__(**common)
-        accepted = inspect.signature(loss_class).parameters
-        self.loss = loss_class(
-            **{name: value for name, value in common.items() if name in accepted}
-        )
+        accepted = common.keys() & inspect.signature(loss_class).parameters.keys()
+        self.loss = loss_class(**{name: common[name] for name in accepted})
         call = self.loss.forward if isinstance(self.loss, nn.Module) else self.loss
-        self.takes = {"left_id", "right_id"} & set(inspect.signature(call).parameters)
-
-    def set_progress(self, fraction: float) -> None:
+        self.takes = {"left_id", "right_id"} & inspect.signature(call).parameters.keys()
         if hasattr(self.loss, "set_progress"):
-            self.loss.set_progress(fraction)
+            self.set_progress = self.loss.set_progress
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         if self.views:
@@ -113,20 +104,13 @@ class PlainLoss(Objective):
             left_id, right_id = anchors.candidate_ids[0].chunk(2)
         else:
             left, right = anchors.embeddings
-            right_id, left_id = (
-                anchors.candidate_ids
-            )  # each direction's candidates are the other side
+            right_id, left_id = anchors.candidate_ids  # candidates are of the other side
         ids = {"left_id": left_id, "right_id": right_id}
         loss = self.loss(left, right, **{name: ids[name] for name in self.takes})
         if not isinstance(loss, Tensor) or loss.dim():
-            returned = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else type(loss).__name__
-            )
-            raise DualencError(
-                f"{type(self.loss).__name__} returns {returned}; it must return a scalar tensor"
-            )
+            shape = getattr(loss, "shape", type(loss).__name__)
+            fix = "return a scalar tensor"
+            raise DualencError(f"returns {shape}", fix=fix, where=type(self.loss).__name__)
         return loss.expand(anchors.rows.shape)
 
 
@@ -144,8 +128,7 @@ class LibAUCViews(nn.Module):
 
 
 class LibAUCPairs(nn.Module):
-    """SogCLR of two towers by LibAUC: moving averages of exp((s − s⁺)/τ), of both sides by the left
-    id."""
+    """SogCLR of two towers by LibAUC: averages of exp((s − s⁺)/τ), of both sides by the left id."""
 
     def __init__(self, temperature: float, num_left: int) -> None:
         super().__init__()
@@ -167,7 +150,6 @@ class FastCLIP(nn.Module):
     def __init__(self, temperature: float, num_left: int, num_right: int) -> None:
         super().__init__()
         loss_class = import_class("fast_clip.loss.FastCLIPLoss", FAST_CLIP)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.temperature = temperature
         self.loss = loss_class(
             data_size=max(num_left, num_right),
@@ -175,23 +157,19 @@ class FastCLIP(nn.Module):
             gamma_schedule="cosine",
             gamma_decay_epochs=1,
             multiply_tau=False,
-            device=device,
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         )
 
     def set_progress(self, fraction: float) -> None:
         self.loss.adjust_hyperparams(2 * fraction)
 
     def forward(self, left: Tensor, right: Tensor, left_id: Tensor, right_id: Tensor) -> Tensor:
-        features = left, right
-        ids = left_id.cpu(), right_id.cpu()
+        features, ids = (left, right), (left_id.cpu(), right_id.cpu())
         scale = torch.as_tensor(1 / self.temperature).to(left)
-        left_loss, right_loss, left_scores, right_scores, averages = self.loss.local(
-            features, ids, features, scale, 0
-        )
+        local = self.loss.local(features, ids, features, scale, 0)
+        losses, (left_scores, right_scores), averages = local[:2], local[2:4], local[4]
         self.loss.set_params(*ids, *averages)
         # What other processes compute is this one's own.
         scores = right_scores.T, left_scores.T
-        both = self.loss(
-            features, features, averages, (left_loss, right_loss), averages, scores, scale, 0
-        )
+        both = self.loss(features, features, averages, losses, averages, scores, scale, 0)
         return both / 2

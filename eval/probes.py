@@ -1,30 +1,4 @@
-"""Methods that are tried and not part of the package; rows of `eval/small_batch.py` run them.
-
-`PredictedPartition`: a small network predicts each anchor's log-normaliser from its embedding, in
-place of a table by item: no ids, nothing to remember of items seen once (NeuCLIP, Wei et al. 2025,
-arXiv:2511.08417; AmorLIP, Sun et al. 2025, arXiv:2505.18983). The network minimises E[exp(s/τ − h)]
-+ h, which is least at h = log E[exp(s/τ)].
-
-`SharedRobustTemperature`: the temperature that the robust loss learns, one for all anchors
-(FastCLIP-v3, Wei et al. 2024, arXiv:2407.01445).
-
-`DualBank`: the last batches of both sides join the batch as anchors and as candidates, which makes
-up for the negatives that gradient accumulation loses (ContAccum, Kim et al. 2024,
-arXiv:2406.12356).
-
-`TeacherBatches`: batches of communities of a teacher's hard negatives (B3, Thirukovalluru et al.
-2025, arXiv:2505.11293): an edge joins two pairs where the document of one is among the teacher's
-nearest to the query of the other, without the very nearest, which are likely positives; groups
-along the graph are dealt to batches at random.
-
-`OSGDBatches`: of random batches those with the largest loss (ordered SGD, Cho et al. 2023,
-arXiv:2307.05906).
-
-`GlobalFalseNegatives`: each anchor learns the similarity that only a share α of all its negatives
-exceeds, and these are left out as likely false negatives (GloFND, Balmaseda et al. 2025,
-arXiv:2502.20612). Mixed into `InfoNCE` and `SogCLR`. Where embeddings are remembered, the threshold
-needs no learning: `FilteredGlobalCache`.
-"""
+"""Methods that are tried and not part of the package: rows of `small_batch.py`, see `rows.py`."""
 
 from __future__ import annotations
 
@@ -37,20 +11,27 @@ import torch
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dualenc.batching import BatchSelector, batch_losses
-from dualenc.batching.selector import check_at_least
-from dualenc.errors import DualencError
 from dualenc.objectives import GlobalCache, InfoNCE, ISogCLR, MomentumQueue, Objective, SogCLR
 from dualenc.objectives.anchors import PADDING, Anchors, is_listed
-from dualenc.objectives.item_tables import first_occurrence, mean_over_duplicates, write_rows
+from dualenc.objectives.item_tables import (
+    first_occurrence,
+    mean_over_duplicates,
+    write_log_means,
+    write_rows,
+)
 from dualenc.objectives.outside_items import OutsideEncoder
 
 HIDDEN = 128
 
 
 class PredictedPartition(SogCLR):
-    """SogCLR whose u_a is predicted from the anchor's embedding.
+    """SogCLR whose u_a a small network predicts from the anchor's embedding, in place of a table.
+
+    It minimizes E[exp(s/τ − h)] + h, which is least at h = log E[exp(s/τ)], and remembers nothing
+    by id (NeuCLIP, Wei et al. 2025, arXiv:2511.08417; AmorLIP, Sun et al. 2025, arXiv:2505.18983).
 
     Args:
         dim: D, size of the embeddings.
@@ -64,7 +45,7 @@ class PredictedPartition(SogCLR):
     ) -> None:
         super().__init__(**common)
         self.updates = updates
-        # One for each direction. In a tuple, and so no part of what the trainer optimises.
+        # One for each direction. In a tuple, and so no part of what the trainer optimizes.
         self.predictors = tuple(
             nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)) for _ in range(2)
         )
@@ -73,8 +54,7 @@ class PredictedPartition(SogCLR):
         self.has_begun = False
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
-        """(X, A) predicted log mean of exp(s/τ) of each anchor, after a step towards this batch's
-        (X, A)."""
+        """Return (X, A) predicted log means of exp(s/τ), after steps towards those of the batch."""
         embeddings = anchors.embeddings.detach().float()
         if self.updates_state and not self.has_begun:
             # From zero the first weights, exp(s/τ), would be enormous.
@@ -99,8 +79,56 @@ class PredictedPartition(SogCLR):
         return torch.stack(predicted) / anchors.temperature.detach()
 
 
+class SCENT(SogCLR):
+    """SogCLR whose moving average has a rate for each anchor, by the average u_a before the step.
+
+        γ_a = sigmoid(log α + κ·log u_a)
+
+    κ = 0 is SogCLR. α is such that γ_a is `gamma` at the running mean of log u (Wei et al. 2026,
+    arXiv:2602.02877, where κ = 1 and α is chosen). On one rank.
+
+    Args:
+        kappa: κ.
+        mean_rate: rate of the running mean of log u.
+        **common: see `SogCLR`.
+    """
+
+    mean_log_u: Tensor
+
+    def __init__(self, *, kappa: float, mean_rate: float = 0.05, **common: Any) -> None:
+        super().__init__(**common)
+        self.kappa = kappa
+        self.mean_rate = mean_rate
+        self.register_buffer("mean_log_u", torch.tensor(torch.nan))
+
+    def update_averages(self, anchors: Anchors, log_means: Tensor) -> Tensor:
+        """Update u_a by this batch's log mean of exp(s/τ) (X, A), and return (X, A) log u_a."""
+        remembered = self.log_u[anchors.rows].to(log_means)
+        visited = remembered[remembered.isfinite()]
+        if self.updates_state and len(visited):
+            mean = visited.mean().to(self.mean_log_u)
+            before = mean if self.mean_log_u.isnan() else self.mean_log_u
+            self.mean_log_u.copy_(torch.lerp(before, mean, self.mean_rate))
+        deviation = (remembered - self.mean_log_u).nan_to_num().double()
+        odds = math.log(self.gamma / (1 - self.gamma)) + self.kappa * deviation  # of γ_a
+        share_of_old = remembered + F.logsigmoid(-odds).to(log_means)
+        share_of_new = log_means + F.logsigmoid(odds).to(log_means)
+        mixed = torch.logaddexp(share_of_old, share_of_new)
+        has_negatives = log_means > -torch.inf
+        updated = torch.where(remembered.isnan(), log_means, mixed)
+        log_u = torch.where(has_negatives, updated, remembered)
+        if self.updates_state:
+            rows = anchors.rows.flatten()
+            write_log_means(self.log_u, rows, log_u.flatten(), has_negatives.flatten())
+        self.record(log_mean_exp=log_u, gamma=odds.sigmoid().to(log_u))
+        return log_u.nan_to_num(nan=-torch.inf)
+
+
 class SharedRobustTemperature(ISogCLR):
-    """iSogCLR with one τ: its slope is the mean over the batch's anchors, see `ISogCLR`."""
+    """iSogCLR with one τ for all anchors: its slope is the mean over the batch's.
+
+    Source: FastCLIP-v3, Wei et al. 2024, arXiv:2407.01445.
+    """
 
     def _move_temperatures(self, anchors: Anchors, slope: Tensor, usable: Tensor) -> None:
         self.tau_momentum.lerp_(slope[usable].mean().to(self.tau), 1 - self.temperature_momentum)
@@ -110,8 +138,10 @@ class SharedRobustTemperature(ISogCLR):
 
 
 class DualBank(MomentumQueue):
-    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them; for two
-    towers on one rank.
+    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them.
+
+    That makes up for the negatives that gradient accumulation loses (ContAccum, Kim et al. 2024,
+    arXiv:2406.12356). For two towers on one rank.
 
     Shapes: P pairs of the batch, Q of the queues, D dimension.
     """
@@ -121,7 +151,7 @@ class DualBank(MomentumQueue):
         self.momentum = None  # the queues hold the encoder's own embeddings
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
-        # Left anchors have right candidates, and the other way round; both queues hold the same
+        # Left anchors have right candidates, and the other way round. Both queues hold the same
         # pairs in one order.
         bank_right, bank_right_ids = self.queues[0].held(anchors.candidates)
         bank_left, bank_left_ids = self.queues[1].held(anchors.candidates)
@@ -134,21 +164,18 @@ class DualBank(MomentumQueue):
         shares_item = (ids[0][:, None] == ids[0]) | (ids[1][:, None] == ids[1])
         not_candidate = shares_item.fill_diagonal_(False)
         logits = scores.masked_fill(not_candidate, -torch.inf)
-        both = (
-            torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)]) - scores.diagonal()
-        )  # (2, P + Q)
+        totals = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)])
+        both = totals - scores.diagonal()  # (2, P + Q)
         if self.updates_state:
-            for direction in (0, 1):
-                queue = self.queues[direction]
-                queue.write(
-                    anchors.candidate_ids[direction], anchors.candidates[direction].detach()
-                )
+            for queue, own_ids, own in zip(
+                self.queues, anchors.candidate_ids, anchors.candidates, strict=True
+            ):
+                queue.write(own_ids, own.detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
 
 class FalseNegativeFilter(Objective):
-    """Mixed into an objective: what `false_negatives` finds is no negative of an anchor. On one
-    rank.
+    """Mixed into an objective: what `false_negatives` finds is no negative, on one rank.
 
     Args:
         start: share of the training before which all are negatives.
@@ -161,7 +188,7 @@ class FalseNegativeFilter(Objective):
         self.has_begun = start == 0
 
     def set_progress(self, fraction: float) -> None:
-        """Set the share of the training that is done, see `report_progress` of `outside.py`."""
+        """Begin after the start, see `report_progress` of `outside.py`."""
         self.has_begun = fraction >= self.start
 
     def anchor_losses(self, anchors: Anchors, encoder: OutsideEncoder | None) -> Tensor:
@@ -171,17 +198,19 @@ class FalseNegativeFilter(Objective):
         return super().anchor_losses(anchors, encoder)
 
     def false_negatives(self, anchors: Anchors) -> Tensor:
-        """(X, A, K) ids of likely false negatives, padded with -1."""
+        """Return (X, A, K) ids of likely false negatives, padded with -1."""
         raise NotImplementedError
 
 
 class GlobalFalseNegatives(FalseNegativeFilter):
-    """The (1 − α)-quantile λ of an anchor's similarities to its negatives minimises λ·α + E[max(s −
-    λ, 0)]:
+    """Each anchor learns the similarity λ that only a share α of all its negatives exceeds.
+
+    λ minimizes λ·α + E[max(s − λ, 0)], starting at 1:
 
         λ ← λ − η·(α − share of the batch's negatives with s > λ)/α
 
-    starting at 1. Candidates of the batch with s > λ are left out.
+    Candidates of the batch with s > λ are left out (GloFND, Balmaseda et al. 2025,
+    arXiv:2502.20612).
 
     Args:
         alpha: α in (0, 1).
@@ -199,9 +228,8 @@ class GlobalFalseNegatives(FalseNegativeFilter):
         self.register_buffer("threshold", torch.ones(self.corpus.num_rows))
 
     def false_negatives(self, anchors: Anchors) -> Tensor:
-        similarities = anchors.similarities.masked_fill(
-            anchors.not_negative, -torch.inf
-        )  # (X, A, C)
+        # (X, A, C)
+        similarities = anchors.similarities.masked_fill(anchors.not_negative, -torch.inf)
         if self.updates_state:
             self._move_thresholds(anchors, similarities)
         threshold = self.threshold[anchors.rows].to(similarities)
@@ -210,15 +238,13 @@ class GlobalFalseNegatives(FalseNegativeFilter):
         return anchors.candidate_ids[:, None].where(is_beyond, PADDING)
 
     def _move_thresholds(self, anchors: Anchors, similarities: Tensor) -> None:
-        """A step against the subgradient, by the similarities (X, A, C) of the batch's negatives,
-        -inf elsewhere."""
+        """Step against the subgradient, by similarities (X, A, C), -inf where no negative is."""
         rows = anchors.rows.flatten()
         beyond = similarities > self.threshold[anchors.rows].to(similarities)[..., None]
         share = beyond.sum(dim=-1) / anchors.num_negatives.clamp(min=1)  # (X, A)
         slope = (1 - share / self.alpha).flatten().to(self.threshold)
-        slope, written = mean_over_duplicates(
-            slope, (anchors.num_negatives > 0).flatten(), first_occurrence(rows)
-        )
+        usable = (anchors.num_negatives > 0).flatten()
+        slope, written = mean_over_duplicates(slope, usable, first_occurrence(rows))
         moved = (self.threshold[rows] - self.threshold_rate * slope).clamp(-1, 1)
         write_rows(self.threshold, rows, moved, written)
 
@@ -233,6 +259,8 @@ class FilteredSogCLR(GlobalFalseNegatives, SogCLR):
 
 class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
     """GlobalCache without the remembered items beyond each anchor's exact (1 − count/N)-quantile.
+
+    Where embeddings are remembered, the threshold needs no learning.
 
     Args:
         count: remembered items to leave out of each anchor's negatives.
@@ -250,9 +278,8 @@ class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
             if not len(memory.keys):
                 nearest.append(anchors.rows.new_full((anchors.rows.shape[1], 0), PADDING))
                 continue
-            similarities = (
-                anchors.embeddings[x] @ memory.embeddings.to(anchors.embeddings).T
-            )  # (A, N)
+            remembered = memory.embeddings.to(anchors.embeddings)
+            similarities = anchors.embeddings[x] @ remembered.T  # (A, N)
             is_positive = is_listed(memory.keys, anchors.positive_ids[x])
             hidden = similarities.masked_fill(is_positive | (memory.keys == PADDING), -torch.inf)
             values, slots = hidden.topk(min(self.count, len(memory.keys)), dim=1)
@@ -261,25 +288,29 @@ class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
 
 
 def with_positives(anchors: Anchors, ids: Tensor) -> Anchors:
-    """The same anchors, with ids (X, A, K), or -1, that are no negatives either."""
+    """Return the same anchors, with ids (X, A, K), or -1, that are no negatives either."""
     listed = torch.cat([anchors.positive_ids, ids], dim=-1).sort(dim=-1).values
     is_repeated = torch.zeros_like(listed, dtype=torch.bool)
     is_repeated[..., 1:] = listed[..., 1:] == listed[..., :-1]
-    return replace(
-        anchors, positive_ids=listed.masked_fill(is_repeated, PADDING).sort(dim=-1).values
-    )
+    distinct = listed.masked_fill(is_repeated, PADDING).sort(dim=-1).values
+    return replace(anchors, positive_ids=distinct)
 
 
 class TeacherBatches(BatchSelector):
     """Batches of groups of pairs that a teacher finds hard for one another.
 
+    An edge joins two pairs where the document of one is among the teacher's nearest to the query of
+    the other, without the very nearest, which are likely positives; groups along the graph are
+    dealt to batches at random (B3, Thirukovalluru et al. 2025, arXiv:2505.11293).
+
     Args:
-        left, right: (M, D) unit-norm vectors of each pair's items by the teacher.
+        left: (M, D) unit-norm vectors of each pair's left item by the teacher.
+        right: those of the right items.
         batch_size: B.
-        skip: p, the nearest documents of a query that are left out as likely positives.
-        neighbors: m, the documents after them that are its edges.
-        group_size: K, pairs of a group; a batch has B/K groups.
-        seed: of the order of the groups.
+        skip: nearest documents of a query that are left out.
+        neighbors: documents after them that are its edges.
+        group_size: pairs of a group.
+        seed: seed of the order of the groups.
     """
 
     def __init__(
@@ -303,8 +334,7 @@ class TeacherBatches(BatchSelector):
     def select(
         self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None
     ) -> np.ndarray:
-        """(num_batches, B) pair indices; the groups begin elsewhere along the graph in each
-        epoch."""
+        """Return (num_batches, B) pairs; groups begin elsewhere along the graph in each epoch."""
         draw = self.generator(epoch)
         order = np.roll(self.order, draw.integers(self.num_pairs))
         num_groups = self.num_batches * self.batch_size // self.group_size
@@ -313,18 +343,17 @@ class TeacherBatches(BatchSelector):
 
 
 class OSGDBatches(BatchSelector):
-    """Ordered SGD: of each k random batches the q with the largest loss; other pairs are left out
-    of the epoch.
+    """Ordered SGD: of each k random batches the q with the largest loss.
 
-    The k batches are disjoint (without replacement): an epoch is a random partition into N/B
-    batches, cut into windows of k.
-
-    Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
+    The k batches are disjoint: an epoch is a random partition into batches, cut into windows of k,
+    of which the last may be shorter and gives in proportion. Source: Cho et al. 2023,
+    arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
 
     Args:
-        num_pairs, batch_size, seed: as of `BatchSelector`.
-        k: batches to choose from; a window of fewer (the last, or all if k > N/B) gives in
-            proportion.
+        num_pairs: M.
+        batch_size: B.
+        seed: seed of the partition.
+        k: batches to choose from.
         q: batches to choose, at most k.
         temperature: τ of the loss.
     """
@@ -341,27 +370,20 @@ class OSGDBatches(BatchSelector):
         temperature: float = 0.1,
     ) -> None:
         super().__init__(num_pairs, batch_size, seed)
-        check_at_least(1, k=k, q=q)
-        if q > k:
-            raise DualencError(f"q is {q} but k is {k}; choose a q of at most k")
-        if not temperature > 0:
-            raise DualencError(f"temperature is {temperature}; choose a number above 0")
         self.k = k
         self.q = q
         self.temperature = temperature
 
     @property
     def num_batches(self) -> int:
-        """Batches that one call of `select` returns with embeddings."""
-        candidates = self.num_pairs // self.batch_size
-        full, rest = divmod(candidates, self.k)
-        return full * self.q + self._share_of(rest)
+        """Number of batches that `select` returns with embeddings."""
+        full, rest = divmod(self.num_pairs // self.batch_size, self.k)
+        return full * self.q + math.ceil(self.q * rest / self.k)
 
     def select(
         self, epoch: int, left: np.ndarray | None = None, right: np.ndarray | None = None
     ) -> np.ndarray:
-        """As `BatchSelector.select`: the batches of the largest loss, by falling loss within each
-        window of k."""
+        """Return batches as `BatchSelector.select`, by falling loss within each window of k."""
         candidates = self.random_batches(self.generator(epoch))
         if left is None:
             return candidates
@@ -370,11 +392,6 @@ class OSGDBatches(BatchSelector):
         chosen = []
         for start in range(0, len(candidates), self.k):
             # A stable sort, so that equal losses give equal batches on every rank.
-            in_window = losses[start : start + self.k]
-            order = np.argsort(-in_window, kind="stable")
-            hardest = start + order[: self._share_of(len(order))]
-            chosen.append(candidates[hardest])
+            order = start + np.argsort(-losses[start : start + self.k], kind="stable")
+            chosen.append(candidates[order[: math.ceil(self.q * len(order) / self.k)]])
         return np.concatenate(chosen)
-
-    def _share_of(self, window: int) -> int:
-        return math.ceil(self.q * window / self.k)

@@ -71,6 +71,10 @@ ROWS = {
         )
         for radius in (2, 4, 6)
     },
+    **{
+        f"SCENT+, κ = {str(kappa).replace('-', '−')}": Row(probes.SCENT, kappa=kappa, **PLUS)
+        for kappa in (-0.5, 0.5, 1)
+    },
     "two banks of 24, 4 accumulated": Row(probes.DualBank, FOUR, queue_size=24),
     "two banks of 128, 4 accumulated": Row(probes.DualBank, FOUR, queue_size=128),
     "two banks of 128": Row(probes.DualBank, queue_size=128),

@@ -1,181 +1,63 @@
-"""What is a global objective at a small batch worth? Every objective at equal pairs, encoder
-passes, seconds.
+"""What is a global objective at a small batch worth, at equal pairs, encoder passes or seconds?
 
     python eval/small_batch.py run vectors PATH_TO_PAPERS --batch_sizes [16,32,64]
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
-    python eval/small_batch.py report --figures docs/figures
+    python eval/small_batch.py report
     python eval/small_batch.py report --results eval/results/small_batch_encoders.jsonl
+    python eval/small_batch.py steps PATH_TO_PAPERS --batch_sizes [32,128,512]
 
-Every run of one task trains the same model from the same start on the same number of pairs,
-whatever the batch: a smaller batch takes more steps. With --equal passes, objectives that encode
-items besides the batch see fewer pairs, so that all encode, forward and backward, as much as
-InfoNCE does; forward alone counts a third. With --equal seconds, fast objectives train longer,
-where that is better, until each has had the seconds of one core that the slowest needs.
+Every run of a task trains the same model from the same start on the same number of pairs, whatever
+the batch: a smaller batch takes more steps. With --equal passes, objectives that encode items
+besides the batch see fewer pairs, until all encode as much as InfoNCE does; forward alone counts a
+third. With --equal seconds, fast objectives train longer, where that is better, until each has had
+the seconds of one core that the slowest needs.
 
-Tuning is the same for all: with the first seed, τ at the middle learning rate, then the learning
-rate at the best τ, by the quality on held-out data, both on past any edge; then all seeds. Learning
-rates grow with the square root of the batch size. One line per run is added to --results, and a run
-that is there already is not made again: tables grow. --processes makes several at once; on a GPU,
-where models of texts cannot be forked, start several commands.
+All are tuned alike: with the first seed, τ at the middle learning rate, then the learning rate at
+the best τ, by the quality on held-out data, both past any edge; then all seeds. Learning rates grow
+with the square root of the batch size. `report` also prints the tables of docs/results.md.
 
-Objectives with a + have the positive in the softmax. A name that is an import path, such as
-my_package.MyLoss, is a class of your own or of another library: see `outside.py`.
-
-Tasks: see `comparison_tasks.py`.
+Tasks: see `tasks.py`; objectives: see `rows.py`.
 """
 
 from __future__ import annotations
 
-import base64
-import difflib
 import gc
-import itertools
 import math
 import statistics
-import tempfile
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from comparison_table import (
-    ENCODER_RESULTS,
-    FIRST_RATE,
-    ORDINARY_BATCH,
-    RESULTS,
-    Compute,
-    Runs,
-    Settings,
-    in_processes,
-    report,
-    spread,
-)
-from comparison_tasks import TASKS, Quality, Task, some_of
-from outside import import_objective, report_progress
-from probes import (
-    DualBank,
-    FilteredGlobalCache,
-    FilteredInfoNCE,
-    FilteredSogCLR,
-    PredictedPartition,
-    SharedRobustTemperature,
-    TeacherBatches,
-)
-from quality import COMPARED
+import toys
+from comparison import ENCODERS, VECTORS, groups_of, report, share_of_passes
+from frame import Outcome, Settings, Store, command_line, packed, scaled_rate, spread, train, tune
+from outside import report_progress
+from probes import TeacherBatches
+from rows import TRAINER, objective_of
+from tasks import TASKS, Quality, Task, beir_parts, on_features, some_of
 
 from dualenc.encoders import DualEncoder
-from dualenc.errors import DualencError
-from dualenc.objectives import (
-    SACLR,
-    ExactGlobal,
-    GlobalCache,
-    MomentumQueue,
-    NegativeCache,
-    Objective,
-    SigLIP,
-    SogCLR,
-)
-from dualenc.training import Evaluator, Trainer
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.objectives import Objective
+from dualenc.training import Evaluator
 
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    **COMPARED,
-    "NegativeCache": lambda **common: NegativeCache(refresh=0.001, **common),
-    "SACLR": SACLR,
-    "SigLIP": SigLIP,
-    "GlobalCache": GlobalCache,
-    "GlobalCache, pool of all": lambda **common: GlobalCache(pool=10**9, **common),
-    "ExactGlobal": lambda **common: ExactGlobal(corpus_chunk_size=4096, **common),
-    "GlobalCache 0.5": lambda **common: GlobalCache(extra_encodes=0.5, **common),
-    "GlobalCache 2": lambda **common: GlobalCache(extra_encodes=2.0, **common),
-    "GlobalCache+": lambda **common: GlobalCache(positive_in_softmax=True, **common),
-    "MomentumQueue": MomentumQueue,
-    "SogCLR+": lambda **common: SogCLR(gamma=0.5, positive_in_softmax=True, **common),
-}
-
-TRAINER: dict[str, dict[str, Any]] = {
-    "InfoNCE, mined each epoch": {"mine_every": 1},
-    "InfoNCE, 4 mined each epoch": {"mine_every": 1, "mine_negatives": 4},
-    "GlobalCache, mined each epoch": {"mine_every": 1},
-    "InfoNCE, 4 accumulated": {"gradient_accumulation": 4},
-    "InfoNCE, cached": {"chunk_size": 16},
-    "InfoNCE, cached by 8": {"chunk_size": 8},
-    "InfoNCE, cached by 4": {"chunk_size": 4},
-}
-"""Settings of the trainer: mined negatives; steps of several batches, of B pairs each; gradients
-cached."""
-OBJECTIVES |= {name: OBJECTIVES[name.partition(",")[0]] for name in TRAINER}
-
-PROBES: dict[str, Callable[..., Objective]] = {
-    "predicted log-normaliser+": lambda **common: PredictedPartition(
-        positive_in_softmax=True, **common
-    ),
-    **{
-        f"robust τ+, ρ = {radius}": lambda radius=radius, **common: SharedRobustTemperature(
-            radius=radius, temperature_rate=1e-4, gamma=0.5, positive_in_softmax=True, **common
-        )
-        for radius in (2, 4, 6)
-    },
-    "two banks of 24, 4 accumulated": lambda **common: DualBank(queue_size=24, **common),
-    "two banks of 128, 4 accumulated": lambda **common: DualBank(queue_size=128, **common),
-    "two banks of 128": lambda **common: DualBank(queue_size=128, **common),
-    "two banks of 512": lambda **common: DualBank(queue_size=512, **common),
-    "InfoNCE, teacher's batches": OBJECTIVES["InfoNCE"],
-    **{f"InfoNCE, α = {alpha}": partial(FilteredInfoNCE, alpha=alpha) for alpha in (0.001, 0.01)},
-    **{
-        f"SogCLR+, α = {alpha}": partial(
-            FilteredSogCLR, alpha=alpha, gamma=0.5, positive_in_softmax=True
-        )
-        for alpha in (0.001, 0.01)
-    },
-    "SogCLR+, α = 0.01 at once": lambda **common: FilteredSogCLR(
-        alpha=0.01, threshold_rate=0.3, start=0.0, gamma=0.5, positive_in_softmax=True, **common
-    ),
-    **{
-        f"GlobalCache, nearest {count} left out": partial(FilteredGlobalCache, count=count)
-        for count in (1, 5, 50)
-    },
-}
-"""Methods that are tried, see `probes.py`."""
-OBJECTIVES |= PROBES
-TRAINER |= {name: {"gradient_accumulation": 4} for name in PROBES if name.endswith("4 accumulated")}
-
-
-def objective_of(name: str) -> Callable[..., Objective]:
-    """What makes the objective of a row: by its name here, or by an import path.
-
-    Raises:
-        DualencError: there is none.
-    """
-    if name in OBJECTIVES:
-        return OBJECTIVES[name]
-    if "." in name:
-        return import_objective(name)
-    alike = difflib.get_close_matches(name, OBJECTIVES, n=1)
-    advice = (
-        f"did you mean {alike[0]}?"
-        if alike
-        else f"give one of {', '.join(OBJECTIVES)}, or an import path"
-    )
-    raise DualencError(f"objectives: there is no {name}; {advice}")
-
-
-RATES = (FIRST_RATE, 0.5, 2.0)
-"""Factors of a task's learning rate."""
+RATES = (1.0, 0.5, 2.0)
+"""Factors of a task's learning rate; the first while τ is chosen."""
 BEYOND_EDGE = 3
-"""How often τ or the rate is moved beyond the edge of what was to be tried."""
+"""How often τ or the rate moves beyond the edge of what was to be tried."""
 Cell = tuple[int, str]
 """Batch size and objective."""
 
 
 @dataclass
 class Curve(Evaluator):
-    """Quality on held-out data during training, against pairs seen and seconds of work, which
-    evaluations do not count.
+    """Quality on held-out data by pairs seen and seconds of work, without those of evaluations.
 
     Attributes:
         points: (pairs, seconds, quality) of each evaluation.
@@ -190,196 +72,86 @@ class Curve(Evaluator):
     def __call__(self, model: DualEncoder) -> dict[str, float]:
         begun = time.process_time()
         value = self.quality(model)[self.quality.primary]
-        if len(self.points) == 0:
+        if not self.points:
             self.spent = begun  # what came before the first step is no training
-        self.points.append(
-            (len(self.points) * self.pairs_per_evaluation, begun - self.spent, value)
-        )
+        seen = len(self.points) * self.pairs_per_evaluation
+        self.points.append((seen, begun - self.spent, value))
         self.spent += time.process_time() - begun
         return {self.primary: value}
 
 
-class Passes:
-    """Counts what the towers of a model encode in training, forward alone as a third."""
+def count_passes(model: DualEncoder) -> list[float]:
+    """Return a list that grows by what towers encode in training, forward alone as a third."""
+    passes: list[float] = []
 
-    def __init__(self, model: DualEncoder) -> None:
-        self.count = 0.0
-        self.model = model
-        for tower in {model.left, model.right}:
-            tower.register_forward_hook(self.add)
+    def add(tower: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if model.training:
+            passes.append(len(output) * (1 if torch.is_grad_enabled() else 1 / 3))
 
-    def add(self, tower: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if self.model.training:
-            self.count += len(output) * (1 if torch.is_grad_enabled() else 1 / 3)
-
-
-OPENED: dict[str, Task] = {}
-"""The tasks of this call by their names in settings; processes inherit it."""
+    for tower in {model.left, model.right}:
+        tower.register_forward_hook(add)
+    return passes
 
 
-def train(settings: Settings) -> tuple[Settings, dict[str, Any]]:
-    """Train once; what came out, as it is kept."""
-    torch.set_num_threads(1)
-    task, objective, batch_size, pairs_seen, rate, tau, seed = (
-        settings[key]
-        for key in ("task", "objective", "batch_size", "pairs_seen", "rate", "temperature", "seed")
-    )
-    task = OPENED[task]
+def new_objective(name: str, task: Task, **arguments: Any) -> Objective:
+    """Construct the objective of a row for the pairs of a task."""
+    pairs = task.pairs
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
+    return objective_of(name)(**sizes, **arguments)
+
+
+def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
+    """Train once, and measure."""
+    task, name = opened[settings["task"]], settings["objective"]
+    batch_size, seed = settings["batch_size"], settings["seed"]
     torch.manual_seed(seed)
     model, pairs = task.new_model(), task.pairs
-    common = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
-    criterion = objective_of(objective)(temperature=tau, seed=seed, **common)
-    trainer_settings = TRAINER.get(objective, {})
-    pairs_per_step = batch_size * trainer_settings.get("gradient_accumulation", 1)
-    steps = max(1, pairs_seen // pairs_per_step)
-    report_progress(criterion, steps * trainer_settings.get("gradient_accumulation", 1))
+    objective = new_objective(name, task, temperature=settings["temperature"], seed=seed)
+    changes = TRAINER.get(name, {})
+    batches = changes.get("gradient_accumulation", 1)
+    steps = max(1, settings["pairs_seen"] // (batch_size * batches))
+    report_progress(objective, steps * batches)
     steps_between = -(-steps // max(1, task.evaluations))
-    passes, curve = Passes(model), Curve(task.validation, steps_between * pairs_per_step)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            output=folder,
-            batch_size=batch_size,
-            max_steps=steps,
-            learning_rate=rate * task.learning_rate * math.sqrt(pairs_per_step / ORDINARY_BATCH),
-            evaluate_every=steps_between,
-            keep_best=False,
-            save_every=None,
-            seed=seed,
-            overwrite=True,
-            progress=False,
-            deterministic=False,
-            mixed_precision=task.mixed_precision,
-            **trainer_settings,
-        )
-        if torch.cuda.is_available():
-            gc.collect()  # the model of the run before
-            torch.cuda.reset_peak_memory_stats()
-        batching = None
-        if objective == "InfoNCE, teacher's batches":
-            # The features themselves are the teacher.
-            sides = (
-                np.asarray(pairs.left_items)[pairs.left_id],
-                np.asarray(pairs.right_items)[pairs.right_id],
-            )
-            batching = TeacherBatches(*sides, batch_size, seed=seed)
-        begun = time.process_time()
-        trainer.fit(
-            model, pairs, criterion, batching, evaluator=curve if task.evaluations else None
-        )
-    outcome: dict[str, Any] = {}
+    curve = Curve(task.validation, steps_between * batch_size * batches)
+    batching = None
+    if name == "InfoNCE, teacher's batches":
+        # The features themselves are the teacher.
+        sides = pairs.left_items[pairs.left_id], pairs.right_items[pairs.right_id]
+        batching = TeacherBatches(*map(np.asarray, sides), batch_size, seed=seed)
     if torch.cuda.is_available():
-        outcome = {
-            "device": torch.cuda.get_device_name(),
-            "peak_memory": torch.cuda.max_memory_allocated(),
-        }
-    if task.evaluations == 0:
-        seconds = time.process_time() - begun
-        curve.points.append(
-            (pairs_seen, seconds, task.validation(model.eval())[task.validation.primary])
-        )
-    measured = task.test(model.eval())
-    scores = np.round(255 * np.array(task.test.per_query)).astype(np.uint8)
-    outcome |= {
+        gc.collect()  # the model of the run before
+        torch.cuda.reset_peak_memory_stats()
+    passes = count_passes(model)
+    trained = train(
+        model,
+        pairs,
+        objective,
+        batching,
+        curve if task.evaluations else None,
+        batch_size=batch_size,
+        max_steps=steps,
+        learning_rate=scaled_rate(settings["rate"] * task.learning_rate, batch_size * batches),
+        evaluate_every=steps_between,
+        seed=seed,
+        mixed_precision=task.mixed_precision,
+        **changes,
+    )
+    encoded = sum(passes)
+    if not task.evaluations:
+        value = task.validation(model)[task.validation.primary]
+        curve.points.append((settings["pairs_seen"], trained.seconds, value))
+    measured = task.test(model)
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+    return {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": measured.pop(task.test.primary),
-        "extra_encodes": passes.count / (steps * pairs_per_step) - 2,
+        "extra_encodes": encoded / (steps * batch_size * batches) - 2,
         "seconds": curve.points[-1][1],
-        "curve": [
-            (seen, round(seconds, 1), round(value, 4)) for seen, seconds, value in curve.points
-        ],
-        "scores": base64.b64encode(zlib.compress(scores.tobytes(), 9)).decode(),
+        "curve": [(seen, round(at, 1), round(value, 4)) for seen, at, value in curve.points],
+        "scores": packed(task.test.per_query),
+        **({} if peak is None else {"peak_memory": peak}),
         **measured,
     }
-    return settings, outcome
-
-
-@dataclass
-class Comparison:
-    """Cells of one task that are tuned alike and trained with so many seeds; finished runs are not
-    made again."""
-
-    runs: Runs
-    compute: Compute
-    cells: list[Cell]
-    seeds: int
-
-    def best(
-        self, values: Sequence[float], settings_with: Callable[[Cell, float], Settings]
-    ) -> dict[Cell, float]:
-        """Of each cell, the value whose run has the highest quality on held-out data, also beyond
-        the edges."""
-        tried = {cell: sorted(values) for cell in self.cells}
-        quality: dict[tuple[Cell, float], float] = {}
-        for _ in range(1 + BEYOND_EDGE):
-            missing = [
-                (c, value) for c in self.cells for value in tried[c] if (c, value) not in quality
-            ]
-            quality |= self._held_out({(c, value): settings_with(c, value) for c, value in missing})
-            for cell, own in tried.items():
-                if len(own) == 1:
-                    continue
-                winner = max(own, key=lambda value: quality[cell, value])
-                if winner == own[0]:
-                    own.insert(0, float(f"{winner * own[0] / own[1]:.2g}"))
-                elif winner == own[-1]:
-                    own.append(float(f"{winner * own[-1] / own[-2]:.2g}"))
-        return best_values(quality)
-
-    def with_seeds(
-        self, settings_with: Callable[[Cell, int], Settings]
-    ) -> dict[Cell, list[dict[str, Any]]]:
-        """The runs of all seeds of each cell."""
-        found = self.runs.get(
-            [settings_with(c, seed) for c in self.cells for seed in range(self.seeds)], self.compute
-        )
-        parts = (found[start : start + self.seeds] for start in range(0, len(found), self.seeds))
-        return dict(zip(self.cells, parts, strict=True))
-
-    def lengths(
-        self,
-        found: dict[Cell, list[dict[str, Any]]],
-        seconds: float | None,
-        settings_with: Callable[[Cell, float], Settings],
-    ) -> dict[Cell, float]:
-        """By how much each cell trains longer to have so many seconds, or those of the slowest, if
-        that is better."""
-        spent = {
-            cell: statistics.mean(one["seconds"] for one in seeds) for cell, seeds in found.items()
-        }
-        budget = {cell: (seconds or max(spent.values())) / own for cell, own in spent.items()}
-        # Of two lengths, the whole budget and the geometric mean of it and one, the better one is
-        # chosen.
-        tried = [
-            (cell, share)
-            for cell, most in budget.items()
-            for share in (math.sqrt(most), most)
-            if most > 1.02
-        ]
-        quality = {(cell, 1.0): seeds[0]["validation"] for cell, seeds in found.items()}
-        return best_values(
-            quality | self._held_out({(c, share): settings_with(c, share) for c, share in tried})
-        )
-
-    def _held_out(
-        self, settings: dict[tuple[Cell, float], Settings]
-    ) -> dict[tuple[Cell, float], float]:
-        """The quality on held-out data of runs with these settings."""
-        found = self.runs.get(settings.values(), self.compute)
-        return {key: one["validation"] for key, one in zip(settings, found, strict=True)}
-
-
-def best_values(quality: dict[tuple[Cell, float], float]) -> dict[Cell, float]:
-    """Of each cell, the value with the highest quality."""
-    cells = dict.fromkeys(cell for cell, _ in quality)
-    return {
-        cell: max((key for key in quality if key[0] == cell), key=quality.__getitem__)[1]
-        for cell in cells
-    }
-
-
-def share_of_passes(outcome: dict[str, Any]) -> float:
-    """The share of the pairs with which a run encodes as much as InfoNCE does with all."""
-    return 1 / (1 + outcome["extra_encodes"] / 2) if outcome["extra_encodes"] > 0.01 else 1.0
 
 
 def run(
@@ -404,87 +176,167 @@ def run(
     """Tune objectives, train them with all seeds, and add every run to the results.
 
     Args:
-        task: a name of `comparison_tasks.TASKS`.
+        task: a name of `tasks.TASKS`.
         path: the data.
-        objectives: which, by name or import path.
+        objectives: names of rows, or import paths.
         batch_sizes: B.
         epochs: pairs seen, over M; those of InfoNCE where passes are equal.
-        pairs: train on a random part of so many pairs.
-        seeds: how many.
+        pairs: size of the random part to train on; all by default.
+        seeds: number of seeds.
         equal: what is the same for all. "seconds": each objective trains longer, up to the seconds
             that the slowest of the call takes for the same pairs, as long as is best on held-out
             data.
         seconds: the budget of equal seconds, in place of what the slowest takes.
-        rates: factors of the task's learning rate to choose from, the first of them while τ is
-            chosen.
-        temperatures: τ to choose from, where not the task's own. Beyond the edge of rates and of
-            these, more are tried while they are better.
-        tune_at, tune_epochs, tune_pairs: batch size, epochs and pairs at which to tune, where not
-            those of the runs.
+        rates: factors of the task's learning rate to choose from.
+        temperatures: τ to choose from, where not the task's own.
+        tune_at: batch size to tune at, where not that of the runs.
+        tune_epochs: epochs to tune with.
+        tune_pairs: pairs to tune with.
         model: name or folder of the model that minilm starts from.
-        processes: trainings at once.
-        results: where finished runs are kept; by default those of perceptrons in one file, and all
-            others in another.
+        processes: trainings at once; on a GPU 1, and several commands instead.
+        results: the store; by default one of perceptrons, and another for all others.
     """
-    if results is None:
-        results = RESULTS if task.startswith(("vectors", "copies")) else ENCODER_RESULTS
-    for objective in objectives:
-        objective_of(objective)  # before data are opened
-    cells: list[Cell] = list(itertools.product(batch_sizes, objectives))
-    comparison = Comparison(Runs(results), in_processes(train, processes), cells, seeds)
-    opened = TASKS[task](path, model)
-    for count in {pairs, tune_pairs}:
-        part = opened if count is None else replace(opened, pairs=some_of(opened.pairs, count))
-        OPENED[name_of(task, path, count)] = part
+    for name in objectives:
+        objective_of(name)  # before data are opened
+    store = Store(results or (VECTORS if task.startswith(("vectors", "copies")) else ENCODERS))
+    cells: list[Cell] = list(product(batch_sizes, objectives))
+    whole = TASKS[task](path, model)
+    opened = {
+        name_of(task, path, count): replace(whole, pairs=some_of(whole.pairs, count))
+        if count
+        else whole
+        for count in {pairs, tune_pairs}
+    }
 
     def settings(
         cell: Cell, rate: float, tau: float, seed: int = 0, share: float = 1.0, tuning: bool = False
     ) -> Settings:
-        batch_size, objective = cell
-        name = name_of(task, path, (tune_pairs or pairs) if tuning else pairs)
-        length = (tune_epochs or epochs) if tuning else epochs
-        own = {
+        name = name_of(task, path, (tuning and tune_pairs) or pairs)
+        length = (tuning and tune_epochs) or epochs
+        return {
             "task": name,
-            "objective": objective,
-            "batch_size": (tune_at or batch_size) if tuning else batch_size,
-        }
-        own |= {
-            "pairs_seen": round(share * length * len(OPENED[name].pairs)),
+            "objective": cell[1],
+            "batch_size": (tuning and tune_at) or cell[0],
+            "pairs_seen": round(share * length * len(opened[name].pairs)),
             "rate": rate,
             "temperature": tau,
+            "seed": seed,
+            "equal": "pairs" if share == 1 else equal,
         }
-        return own | {"seed": seed, "equal": "pairs" if share == 1 else equal}
 
-    tried = temperatures or opened.temperatures
-    tau = comparison.best(tried, lambda cell, value: settings(cell, rates[0], value, tuning=True))
-    rate = comparison.best(rates, lambda cell, value: settings(cell, value, tau[cell], tuning=True))
+    get = partial(store.get, run=partial(train_once, opened), processes=processes)
 
-    def tuned(cell: Cell, seed: int = 0, share: float = 1.0) -> Settings:
-        return settings(cell, rate[cell], tau[cell], seed, share)
+    def tuned(
+        values: Sequence[float], settings_with: Callable[[Cell, float], Settings]
+    ) -> dict[Cell, float]:
+        def held_out(tried: list[tuple[Cell, float]]) -> list[float]:
+            return [each["validation"] for each in get([settings_with(*own) for own in tried])]
 
-    found = comparison.with_seeds(tuned)
-    if equal == "passes":
-        shares = {cell: [share_of_passes(one) for one in own] for cell, own in found.items()}
-        found = comparison.with_seeds(lambda cell, seed: tuned(cell, seed, shares[cell][seed]))
-    if equal == "seconds":
-        lengths = comparison.lengths(found, seconds, lambda cell, share: tuned(cell, share=share))
-        found = comparison.with_seeds(lambda cell, seed: tuned(cell, seed, lengths[cell]))
-    for (batch_size, objective), outcomes in found.items():
-        print(
-            f"{name_of(task, path, pairs)} {objective} B={batch_size}: {spread(outcomes)}",
-            flush=True,
+        return tune(cells, values, held_out, BEYOND_EDGE)
+
+    tau = tuned(
+        temperatures or whole.temperatures,
+        lambda cell, value: settings(cell, rates[0], value, tuning=True),
+    )
+    rate = tuned(rates, lambda cell, value: settings(cell, value, tau[cell], tuning=True))
+
+    def outcomes_of(wanted: Iterable[tuple[Cell, int, float]]) -> list[Outcome]:
+        return get(
+            settings(cell, rate[cell], tau[cell], seed, share) for cell, seed, share in wanted
         )
+
+    repeated = list(product(cells, range(seeds)))
+    found = outcomes_of((*each, 1.0) for each in repeated)
+    if equal == "passes":
+        shares = [share_of_passes(each["extra_encodes"]) for each in found]
+        found = outcomes_of((*each, share) for each, share in zip(repeated, shares, strict=True))
+    if equal == "seconds":
+        spent = np.reshape([each["seconds"] for each in found], (-1, seeds)).mean(axis=1)
+        # The whole budget, and the geometric mean of it and one.
+        tried = [
+            (cell, 0, share)
+            for cell, most in zip(cells, (seconds or spent.max()) / spent, strict=True)
+            for share in ([1.0, math.sqrt(most), float(most)] if most > 1.02 else [1.0])
+        ]
+        length, best = {}, dict.fromkeys(cells, -math.inf)
+        for (cell, _, share), outcome in zip(tried, outcomes_of(tried), strict=True):
+            if outcome["validation"] > best[cell]:
+                length[cell], best[cell] = share, outcome["validation"]
+        found = outcomes_of((cell, seed, length[cell]) for cell, seed in repeated)
+    for number, (batch_size, name) in enumerate(cells):
+        tests = [each["test"] for each in found[number * seeds :][:seeds]]
+        print(f"{name_of(task, path, pairs)} {name} B={batch_size}: {spread(tests)}", flush=True)
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:
-    """What a task on these data is called in tables."""
-    return f"{task} {path.name}" if pairs is None else f"{task} {path.name}, {pairs:,} pairs"
+    """Return the name of a task on these data in settings."""
+    return f"{task} {path.name}" + (f", {pairs:,} pairs" if pairs else "")
+
+
+def steps(
+    path: Path,
+    objectives: Sequence[str] = ("InfoNCE", "SogCLR+", "MomentumQueue", "GlobalCache", "ISIR"),
+    batch_sizes: Sequence[int] = (32, 128, 512),
+    steps: int = 600,
+    repeats: int = 3,
+    task: str = "vectors",
+) -> None:
+    """Print milliseconds of a step where encoding costs next to nothing, and their ratios.
+
+    The clock is the processor time of one thread, read at each loss from a quarter of a training
+    on, which leaves out what happens once per training.
+
+    Args:
+        path: a BEIR folder, whose titles and texts become features.
+        objectives: names of rows.
+        batch_sizes: B.
+        steps: steps of a training at B = 32; of larger batches fewer, down to a fifth.
+        repeats: trainings of each row, of which the median is shown.
+        task: a name of `tasks.TASKS`.
+    """
+    torch.set_num_threads(1)
+    opened = TASKS[task](path, "")
+    lines: list[dict[str, object]] = []
+    for batch_size in batch_sizes:
+        length = max(steps // 5, steps * 32 // batch_size)
+        taken: dict[str, list[float]] = {name: [] for name in objectives}
+        for _, name in product(range(repeats), objectives):
+            torch.manual_seed(0)
+            objective = new_objective(name, opened, temperature=0.05)
+            clock: list[float] = []
+            objective.register_forward_pre_hook(
+                lambda *_, clock=clock: clock.append(time.process_time())
+            )
+            model = opened.new_model()
+            train(model, opened.pairs, objective, batch_size=batch_size, max_steps=length)
+            first = length // 4
+            taken[name].append(1000 * (clock[-1] - clock[first]) / (length - 1 - first))
+        base = statistics.median(taken[objectives[0]])
+        for name, own in taken.items():
+            line = {"B": batch_size, "objective": name, "ms": statistics.median(own)}
+            lines.append(line | {"lowest": min(own), "× first": statistics.median(own) / base})
+    print_table(Table("A step of two perceptrons", lines))
+
+
+def check(folder: Path) -> None:
+    """Tune, train and report on toy data; ISIR encodes more, and so sees fewer pairs."""
+    TASKS["few"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
+    beir, results = toys.beir(folder / "toy"), folder / "runs.jsonl"
+    few = {"objectives": ("InfoNCE", "ISIR"), "batch_sizes": (8,), "epochs": 3, "seeds": 2}
+    for equal in ("pairs", "passes", "seconds"):
+        run("few", beir, **few, rates=(1.0,), temperatures=(0.1,), equal=equal, results=results)
+    store = Store(results)
+    for each in store.runs:
+        assert (each.outcome["extra_encodes"] > 0.01) == (each.settings["objective"] == "ISIR")
+    pairs_seen = {each.settings["equal"]: each.settings["pairs_seen"] for each in store.runs}
+    assert pairs_seen["pairs"] == 108
+    for seeds in groups_of(store)["few toy", 108]:
+        for each, fewer in zip(seeds.runs, seeds.passes, strict=True):
+            share = share_of_passes(each.outcome["extra_encodes"])
+            assert fewer.settings["pairs_seen"] == round(108 * share)
+    report(results, samples=100)
+    steps(beir, ("InfoNCE", "SogCLR+"), (4,), steps=20, repeats=1, task="few")
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    try:
-        auto_cli([run, report])
-    except DualencError as error:
-        raise SystemExit(f"error: {error}") from error
+    command_line(run, report, steps, check=check)

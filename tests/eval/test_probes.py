@@ -1,53 +1,146 @@
-"""Ordered SGD, which `eval/probes.py` has for comparison: the hardest batches of each window, by a
-slow loop."""
+"""Probes: SCENT's rates, thresholds that are quantiles, and what lies beyond them is no negative."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy, normalize
 
 from dualenc.batching import RandomBatches
-from dualenc.errors import DualencError
+from dualenc.objectives import GlobalCache, InfoNCE, SogCLR
 from tests.helpers.eval_scripts import load_script
 from tests.helpers.known_clusters import random_pairs
 
-OSGDBatches = load_script("probes.py").OSGDBatches
+probes = load_script("probes.py")
+NUM_PAIRS = 40
+COMMON = {"num_left": NUM_PAIRS, "num_right": NUM_PAIRS, "temperature": 0.2}
+IDS = torch.arange(8)
 
 
-def slow_loss(left: np.ndarray, right: np.ndarray, batch: list[int]) -> float:
-    logits = (
-        torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T / 0.1
+def sides() -> tuple[Tensor, Tensor]:
+    """Return (M, D) left and right embeddings; pair 1 is a near copy of pair 0."""
+    draw = torch.Generator().manual_seed(0)
+    left = torch.randn(NUM_PAIRS, 6, generator=draw)
+    right = left + 0.5 * torch.randn(NUM_PAIRS, 6, generator=draw)
+    left[1], right[1] = left[0] + 0.01, right[0] + 0.01
+    return normalize(left, dim=1), normalize(right, dim=1)
+
+
+def gradients(objective: Any, ids: Tensor, **positives: Tensor) -> Tensor:
+    """Return (2, B, D) gradients of a step on some pairs, with other items as they are."""
+    embeddings = sides()
+    batch = [side[ids].requires_grad_() for side in embeddings]
+    by_side = dict(zip(("left", "right"), embeddings, strict=True))
+    out = objective(*batch, ids, encode=lambda side, items: by_side[side][items], **positives)
+    return torch.stack(torch.autograd.grad(out.loss, batch))
+
+
+@pytest.mark.parametrize("gamma", [0.5, 0.9])
+def test_scent_at_kappa_0_is_sogclr_bit_for_bit(gamma: float) -> None:
+    plain = SogCLR(gamma=gamma, positive_in_softmax=True, **COMMON)
+    scent = probes.SCENT(kappa=0.0, gamma=gamma, positive_in_softmax=True, **COMMON)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        ids = torch.randperm(NUM_PAIRS, generator=draw)[:16]
+        assert torch.equal(gradients(scent, ids), gradients(plain, ids))
+    assert torch.equal(scent.log_u.nan_to_num(), plain.log_u.nan_to_num())
+
+
+def test_scents_averages_are_those_of_a_slow_loop() -> None:
+    scent = probes.SCENT(kappa=0.5, gamma=0.3, mean_rate=0.1, **COMMON)
+    left, right = (side.double().numpy() for side in sides())
+    exponentials = np.exp(np.concatenate([left @ right.T, right @ left.T]) / 0.2)
+    averages: dict[int, float] = {}
+    center = None
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(6):
+        ids = torch.randperm(NUM_PAIRS, generator=draw)[:16]
+        gradients(scent, ids)
+        rows = [*ids.tolist(), *(NUM_PAIRS + ids).tolist()]
+        visited = [np.log(averages[row]) for row in rows if row in averages]
+        if visited:
+            mean = float(np.mean(visited))
+            center = mean if center is None else 0.9 * center + 0.1 * mean
+        for row in rows:
+            others = [other for other in ids.tolist() if other != row % NUM_PAIRS]
+            value = float(exponentials[row][others].mean())
+            if row in averages:
+                u = averages[row]
+                log_alpha = np.log(0.3 / 0.7) - 0.5 * center
+                rate = 1 / (1 + np.exp(-(log_alpha + 0.5 * np.log(u))))
+                value = (1 - rate) * u + rate * value
+            averages[row] = value
+    found = scent.log_u[list(averages)].double()
+    torch.testing.assert_close(
+        found, torch.tensor(list(averages.values())).double().log(), rtol=1e-5, atol=1e-5
     )
-    targets = torch.arange(len(batch))
-    return float(cross_entropy(logits, targets) + cross_entropy(logits.T, targets)) / 2
 
 
-@given(num_batches=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0, 9), data=st.data())
-def test_takes_the_hardest_of_each_window_of_the_partition(num_batches, k, seed, data):
-    q = data.draw(st.integers(1, k))
-    num_pairs = 3 * num_batches + seed % 3
-    left, right = random_pairs(num_pairs, 5, seed, noise=2.0)
-    partition = RandomBatches(num_pairs, 3, seed).select(2)
-    expected: list[list[int]] = []
-    for start in range(0, num_batches, k):
-        window = partition[start : start + k]
-        window = sorted(window.tolist(), key=lambda batch: -slow_loss(left, right, batch))
-        expected += window[: -(-q * len(window) // k)]
-    selector = OSGDBatches(num_pairs, 3, seed, k=k, q=q)
-    chosen = selector.select(2, left, right)
-    assert chosen.tolist() == expected
-    assert len(chosen) == selector.num_batches
+def test_a_threshold_becomes_the_quantile_of_all_similarities() -> None:
+    objective = probes.FilteredInfoNCE(alpha=0.1, threshold_rate=0.002, start=0.0, **COMMON)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(3000):
+        gradients(objective, torch.randperm(NUM_PAIRS, generator=draw)[:16])
+    left, right = sides()
+    similarities = torch.cat([left @ right.T, right @ left.T])
+    beyond = (similarities > objective.threshold[:, None]) & ~torch.eye(NUM_PAIRS).bool().repeat(
+        2, 1
+    )
+    shares = beyond.sum(dim=1) / (NUM_PAIRS - 1)
+    assert shares.mean().item() == pytest.approx(0.1, abs=0.01)
+    assert shares.max() < 0.2
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"k": 10, "q": 11}, "q is 11 but k is 10"),
-        ({"temperature": 0.0}, r"temperature is 0\.0; choose a number above 0"),
-    ],
+    ("name", "plain"), [("FilteredInfoNCE", InfoNCE), ("FilteredSogCLR", SogCLR)]
 )
-def test_arguments_out_of_range_are_refused(arguments, message):
-    with pytest.raises(DualencError, match=message):
-        OSGDBatches(100, 5, **arguments)
+def test_a_candidate_beyond_the_threshold_is_as_a_known_positive(name: str, plain: type) -> None:
+    objective = getattr(probes, name)(alpha=0.05, threshold_rate=0.0, start=0.4, **COMMON)
+    objective.threshold.fill_(2.0)
+    # Between the similarity of the copies, 0.8, and all others.
+    objective.threshold[[0, 1, NUM_PAIRS, NUM_PAIRS + 1]] = 0.6
+    known = torch.full((8, 1), -1)
+    known[0], known[1] = 1, 0
+    unfiltered = gradients(plain(**COMMON), IDS)
+    torch.testing.assert_close(gradients(objective, IDS), unfiltered)
+    objective.set_progress(0.4)
+    filtered = gradients(plain(**COMMON), IDS, left_positives=known, right_positives=known)
+    if name == "FilteredSogCLR":
+        objective.log_u.fill_(torch.nan)
+    torch.testing.assert_close(gradients(objective, IDS), filtered)
+    assert not torch.allclose(filtered, unfiltered)
+
+
+def test_the_nearest_remembered_items_are_left_out() -> None:
+    cache = {"extra_encodes": 0, "pool": NUM_PAIRS, **COMMON}
+    filtered, plain = probes.FilteredGlobalCache(count=1, start=0.0, **cache), GlobalCache(**cache)
+    for objective in (filtered, plain):
+        for ids in torch.arange(NUM_PAIRS).split(8):
+            gradients(objective, ids)
+    left, right = sides()
+    similarities = (left @ right.T).fill_diagonal_(-1)
+    nearest = [side[IDS].argmax(dim=1, keepdim=True) for side in (similarities, similarities.T)]
+    expected = gradients(plain, IDS, left_positives=nearest[0], right_positives=nearest[1])
+    torch.testing.assert_close(gradients(filtered, IDS), expected)
+
+
+def test_ordered_sgd_takes_the_hardest_of_each_window_of_the_partition() -> None:
+    left, right = random_pairs(62, 5, 0, noise=2.0)
+    partition = RandomBatches(62, 3, 0).select(2)
+    targets = torch.arange(3)
+
+    def loss(batch: list[int]) -> float:
+        logits = torch.from_numpy(left[batch]).double() @ torch.from_numpy(right[batch]).double().T
+        return float(cross_entropy(logits / 0.1, targets) + cross_entropy(logits.T / 0.1, targets))
+
+    expected: list[list[int]] = []
+    for start, kept in ((0, 3), (8, 3), (16, 2)):
+        window = partition[start : start + 8].tolist()
+        expected += sorted(window, key=loss, reverse=True)[:kept]
+    selector = probes.OSGDBatches(62, 3, 0, k=8, q=3)
+    assert selector.select(2, left, right).tolist() == expected
+    assert selector.num_batches == len(expected)
