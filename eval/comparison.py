@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from frame import RESULTS, Run, Store, difference, spread, unpacked
@@ -160,81 +160,49 @@ def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]
         }
 
 
-class PageTable(NamedTuple):
-    """A table of docs/results.md.
-
-    Attributes:
-        section: its heading in the page.
-        tasks: its columns.
-        rows: objectives and the batch sizes that share a cell.
-        measures: outcomes that share a cell; "passes" is the test quality at equal passes.
-    """
-
-    section: str
-    tasks: Sequence[str]
-    rows: Sequence[tuple[str, list[int]]]
-    measures: Sequence[str] = ("test",)
-
-
 POOL = "GlobalCache: pool vs. control variate"
+RIVALS = "Compared with momentum queues, hard negatives and larger batches"
 PERCEPTRONS = ("vectors papers", "vectors medquad")
 TEXTS = ("text papers", "text medquad", "text docstrings")
-PUBLISHED = ("minilm scifact", "minilm medquad")
-IMAGES = ("images cifar10", "images tiny_imagenet100", "image_text flickr8k_112")
-AT_32 = ("HCL", "EMC2", "SogCLR", "ISogCLR", "InfoNCE", "DCL", "SigLIP", "SACLR")
-PAGE = [
-    PageTable(
-        "Small batches at equal pairs seen",
-        PERCEPTRONS,
-        [(name, [32]) for name in ("NegativeCache", "GlobalCache", "ISIR", "SogCLR+", *AT_32)],
-        ("test", "passes", "extra_encodes"),
-    ),
-    *(PageTable(POOL, [task], [("before: GlobalCache", [32])]) for task in PERCEPTRONS),
-    *(PageTable(POOL, [task], [("before: GlobalCache", [128])]) for task in TEXTS[:2]),
-    PageTable(POOL, IMAGES[2:], [("before: GlobalCache", [32])]),
-    PageTable(
+FLICKR = "image_text flickr8k_112"
+PUBLISHED = (
+    "minilm scifact",
+    "minilm medquad",
+    "images cifar10",
+    "images tiny_imagenet100",
+    FLICKR,
+)
+SPENT = ("test", "seconds", "extra_encodes")
+ORDER = "NegativeCache GlobalCache ISIR SogCLR+ HCL EMC2 SogCLR ISogCLR InfoNCE DCL SigLIP SACLR"
+AT_32 = [f"{name} @ 32" for name in ORDER.split()]
+QUEUES = "InfoNCE @ 32|InfoNCE @ 128|InfoNCE @ 64 256 512|MomentumQueue @ 32|MomentumQueue @ 128"
+LARGER = "InfoNCE @ 32|InfoNCE @ 128 256|InfoNCE @ 512|DCL @ 32|SogCLR @ 32|SogCLR+ @ 32|ISIR @ 32"
+MINED = "GlobalCache @ 128 512|InfoNCE, mined each epoch @ 32 512|ISIR @ 32|MomentumQueue @ 32 512"
+PAGE: list[tuple[str, Sequence[str], Sequence[str], Sequence[str]]] = [
+    ("Small batches at equal pairs seen", PERCEPTRONS, ("test", "passes", "extra_encodes"), AT_32),
+    *((POOL, [task], ["test"], ["before: GlobalCache @ 32"]) for task in PERCEPTRONS),
+    *((POOL, [task], ["test"], ["before: GlobalCache @ 128"]) for task in TEXTS[:2]),
+    (POOL, [FLICKR], ["test"], ["before: GlobalCache @ 32"]),
+    (
         "A transformer from scratch",
         TEXTS,
-        [
-            ("InfoNCE", [32]),
-            ("InfoNCE", [128]),
-            ("InfoNCE", [64, 256, 512]),
-            ("MomentumQueue", [32]),
-            ("MomentumQueue", [128]),
-            ("GlobalCache", [32]),
-            ("GlobalCache", [128]),
-        ],
-        ("test", "seconds", "extra_encodes"),
+        SPENT,
+        [*QUEUES.split("|"), "GlobalCache @ 32", "GlobalCache @ 128"],
     ),
-    PageTable(
+    (
         "Published encoders and images",
-        (*PUBLISHED, *IMAGES),
-        [
-            ("InfoNCE", [32]),
-            ("InfoNCE", [128, 256]),
-            ("InfoNCE", [512]),
-            *((name, [32]) for name in ("DCL", "SogCLR", "SogCLR+", "ISIR", "GlobalCache")),
-            ("MomentumQueue", [32]),
-        ],
+        PUBLISHED,
         ("test", "linear_probe"),
+        [*LARGER.split("|"), "GlobalCache @ 32", "MomentumQueue @ 32"],
     ),
-    PageTable(
-        "Compared with momentum queues, hard negatives and larger batches",
+    (
+        RIVALS,
         PERCEPTRONS,
-        [
-            ("NegativeCache", [32]),
-            ("GlobalCache", [32]),
-            ("GlobalCache", [128, 512]),
-            ("InfoNCE, mined each epoch", [32, 512]),
-            ("ISIR", [32]),
-            ("MomentumQueue", [32, 512]),
-            ("SogCLR+", [32]),
-            ("InfoNCE", [512, 2048]),
-            ("InfoNCE", [32]),
-        ],
-        ("test", "seconds", "extra_encodes"),
+        SPENT,
+        [*AT_32[:2], *MINED.split("|"), "SogCLR+ @ 32", "InfoNCE @ 512 2048", "InfoNCE @ 32"],
     ),
 ]
+"""Tables of docs/results.md: section, tasks, measures, and rows as "objective @ batch sizes"."""
 POINTS = "Fine-tuning"
 POINTS_DATA = ("medquad, 1,536 pairs", "papers, 1,536 pairs", "scifact", "functions, 1,536 pairs")
 SMALL = (4, 8, 16, 32)
@@ -246,21 +214,18 @@ def page_tables(store: Store) -> list[Table]:
     """Return the tables of docs/results.md as far as a store has their tasks, by their headings."""
     groups = main_groups(store)
     tables: dict[str, list[dict[str, object]]] = {}
-    for table in PAGE:
-        if not groups.keys() >= set(table.tasks):
-            continue
-        for objective, sizes in table.rows:
-            line: dict[str, object] = {"objective": objective, "B": "; ".join(map(str, sizes))}
-            for task in table.tasks:
-                found = [
-                    seeds
+    for section, tasks, measures, rows in PAGE:
+        for row in rows if groups.keys() >= set(tasks) else ():
+            objective, _, sizes = row.partition(" @ ")
+            line: dict[str, object] = {"objective": objective, "B": sizes.replace(" ", "; ")}
+            for task, measure in product(tasks, measures):
+                cells = (
+                    shown(seeds, measure)
                     for seeds in groups[task]
-                    if seeds.objective == objective and seeds.batch_size in sizes
-                ]
-                for measure in table.measures:
-                    cells = [shown(seeds, measure) for seeds in found]
-                    line[f"{task}, {measure}"] = "; ".join(filter(None, cells))
-            tables.setdefault(table.section, []).append(line)
+                    if seeds.objective == objective and str(seeds.batch_size) in sizes.split()
+                )
+                line[f"{task}, {measure}"] = "; ".join(filter(None, cells))
+            tables.setdefault(section, []).append(line)
     if points := list(points_over_infonce(store, groups)):
         tables[POINTS] = points
     return [Table(section, lines) for section, lines in tables.items()]

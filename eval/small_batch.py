@@ -322,7 +322,7 @@ def check(folder: Path) -> None:
     """Tune, train and report on toy data; ISIR encodes more, and so sees fewer pairs."""
     TASKS["few"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
     beir, results = toys.beir(folder / "toy"), folder / "runs.jsonl"
-    few = {"objectives": ("InfoNCE", "ISIR"), "batch_sizes": (8,), "epochs": 3, "seeds": 2}
+    few = {"objectives": ("InfoNCE", "ISIR"), "batch_sizes": (16,), "epochs": 3, "seeds": 2}
     for equal in ("pairs", "passes", "seconds"):
         run("few", beir, **few, rates=(1.0,), temperatures=(0.1,), equal=equal, results=results)
     store = Store(results)
