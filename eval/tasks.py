@@ -53,16 +53,12 @@ from dualenc.search.embed.encode import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
 from dualenc.types import Inputs
 
+Autocast = Literal["bfloat16"] | None
 HELD_OUT = 1000
 """Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
 DOCUMENTS = 10_000
 """Documents that fine-tuned encoders search, the judged ones among them."""
-BEGINNINGS: dict[str, Any] = {
-    "max_tokens": 32,
-    "max_documents": 4000,
-    "max_queries": 500,
-    "autocast": "bfloat16",
-}
+BEGINNINGS = {"max_tokens": 32, "max_documents": 4000, "max_queries": 500, "autocast": "bfloat16"}
 """Fine-tuning on a CPU."""
 LONG = BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}
 COPIED_PAIRS = 4000
@@ -72,41 +68,15 @@ DROPPED_SHARE = 0.1
 """Share of the words that a copy lacks."""
 CAPTIONS = 5
 """Captions of an image of Flickr8k."""
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 256,
-    "max_position_embeddings": 64,
-}
-QWEN3 = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "intermediate_size": 192,
-    "max_position_embeddings": 64,
-}
-CLIP = {
-    "embed_dim": 128,
-    "vision_cfg": {
-        "image_size": 64,
-        "patch_size": 16,
-        "width": 128,
-        "layers": 4,
-        "head_width": 32,
-    },
-    "text_cfg": {
-        "context_length": 32,
-        "vocab_size": 49408,
-        "width": 128,
-        "heads": 4,
-        "layers": 2,
-    },
-}
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
+BERT = SMALL | {"model_type": "bert", "num_hidden_layers": 1, "intermediate_size": 256}
+QWEN3 = SMALL | {"model_type": "qwen3", "num_hidden_layers": 2, "intermediate_size": 192}
+GROUPED = {"num_key_value_heads": 1, "head_dim": 32}
+DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+NO_DROPOUT = dict.fromkeys(DROPOUT, 0.0)
+VISION = {"image_size": 64, "patch_size": 16, "width": 128, "layers": 4, "head_width": 32}
+CAPTION = {"context_length": 32, "vocab_size": 49408, "width": 128, "heads": 4, "layers": 2}
+CLIP = {"embed_dim": 128, "vision_cfg": VISION, "text_cfg": CAPTION}
 
 
 class Quality(Evaluator):
@@ -125,9 +95,7 @@ class Retrieval(Quality):
 
     primary = "ndcg@10"
 
-    def __init__(
-        self, collection: RetrievalSet, autocast: Literal["bfloat16"] | None = None
-    ) -> None:
+    def __init__(self, collection: RetrievalSet, autocast: Autocast = None) -> None:
         self.collection = collection
         self.autocast = autocast
 
@@ -258,31 +226,24 @@ def some_of(pairs: PairDataset, count: int) -> PairDataset:
 def items_of(pairs: PairDataset) -> PairDataset:
     """Return the same pairs with the items that occur in them and no others."""
     kept, ids = [], []
-    for items, of_pairs in (
-        (pairs.left_items, pairs.left_id),
-        (pairs.right_items, pairs.right_id),
-    ):
+    for items, of_pairs in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
         used, numbers = np.unique(of_pairs, return_inverse=True)
         is_array = isinstance(items, np.ndarray)
         kept.append(items[used] if is_array else [items[row] for row in used.tolist()])
         ids.append(numbers)
-    modalities = {"left_modality": pairs.left_modality, "right_modality": pairs.right_modality}
-    return PairDataset(*kept, *ids, **modalities)
+    left, right = pairs.left_modality, pairs.right_modality
+    return PairDataset(*kept, *ids, left_modality=left, right_modality=right)
 
 
 def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
-    """Return the parts of a folder with texts cut after a number of words.
-
-    Words that encoders do not read need not be tokenized.
-    """
+    """Return the parts of a folder with texts cut after what encoders read."""
     pairs, *tests = beir_parts(path)
 
     def begin(texts: Sequence[str]) -> list[str]:
         return [" ".join(text.split(maxsplit=words)[:words]) for text in texts]
 
-    cut = PairDataset(
-        begin(pairs.left_items), begin(pairs.right_items), pairs.left_id, pairs.right_id
-    )
+    sides = begin(pairs.left_items), begin(pairs.right_items)
+    cut = PairDataset(*sides, pairs.left_id, pairs.right_id)
     documents = Corpus(tests[0].corpus.ids, begin(tests[0].corpus.items))
     return cut, *(part._replace(corpus=documents) for part in tests)
 
@@ -292,11 +253,6 @@ def vector_pairs(left: np.ndarray, right: np.ndarray, *ids: np.ndarray) -> PairD
     return PairDataset(left, right, *ids, left_modality="vector", right_modality="vector")
 
 
-def vectors(path: Path, model: str) -> Task:
-    """Put two perceptrons on frozen features: latent semantic analysis of the training texts."""
-    return on_features(*beir_parts(path), learning_rate=1e-3)
-
-
 def on_features(
     pairs: PairDataset,
     validation: RetrievalSet,
@@ -304,7 +260,7 @@ def on_features(
     learning_rate: float,
     dim: int = 256,
 ) -> Task:
-    """Turn texts of pairs and queries into vectors of `dim` numbers."""
+    """Put two perceptrons on frozen features: latent semantic analysis of the training texts."""
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.preprocessing import normalize
@@ -324,17 +280,14 @@ def on_features(
         return Corpus(texts.ids, features(texts.items), "vector")
 
     sides = features(pairs.left_items), features(pairs.right_items)
+    train = vector_pairs(*sides, pairs.left_id, pairs.right_id)
     documents = corpus(test.corpus)
     parts = (
         Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels))
         for part in (validation, test)
     )
-    return Task(
-        lambda: VectorEncoder(dim, tower="mlp", dim=64, hidden=512, shared=False),
-        vector_pairs(*sides, pairs.left_id, pairs.right_id),
-        *parts,
-        learning_rate,
-    )
+    new_model = partial(VectorEncoder, dim, tower="mlp", dim=64, hidden=512, shared=False)
+    return Task(new_model, train, *parts, learning_rate)
 
 
 def copies(path: Path, model: str, known: bool = False) -> Task:
@@ -348,9 +301,10 @@ def copies(path: Path, model: str, known: bool = False) -> Task:
     draw = np.random.default_rng(0)
     pairs = some_of(pairs, COPIED_PAIRS)
     copied = draw.permutation(len(pairs))[: round(COPIED_SHARE * len(pairs))]
-    left, left_id = with_copies(pairs.left_items, pairs.left_id, copied, draw)
-    right, right_id = with_copies(pairs.right_items, pairs.right_id, copied, draw)
-
+    sides, ids = [], []
+    for items, own in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
+        sides.append([*items, *(without_words(items[item], draw) for item in own[copied].tolist())])
+        ids.append(np.concatenate([own, len(items) + np.arange(len(copied))]))
     documents = parts[1].corpus
     rows = draw.permutation(len(documents))[: round(COPIED_SHARE * len(documents))].tolist()
     copy_of = {documents.ids[row]: f"{documents.ids[row]}-copy" for row in rows}
@@ -362,26 +316,17 @@ def copies(path: Path, model: str, known: bool = False) -> Task:
             for query, grades in part.qrels.items()
         }
         parts[number] = part._replace(corpus=corpus, qrels=qrels)
-    train = PairDataset(left, right, left_id, right_id)
+    train = PairDataset(*sides, *ids)
     task = replace(on_features(train, *parts, learning_rate=1e-3), evaluations=0)
     if not known:
         return task
     # Each query with the document of its copy, the other way round as well.
     every = np.arange(len(pairs), len(train))
-    crossed_left = np.concatenate([left_id, left_id[copied], left_id[every]])
-    crossed_right = np.concatenate([right_id, right_id[every], right_id[copied]])
-    knowing = vector_pairs(
-        task.pairs.left_items, task.pairs.right_items, crossed_left, crossed_right
-    )
+    crossed_left = np.concatenate([ids[0], ids[0][copied], ids[0][every]])
+    crossed_right = np.concatenate([ids[1], ids[1][every], ids[1][copied]])
+    items = task.pairs.left_items, task.pairs.right_items
+    knowing = vector_pairs(*items, crossed_left, crossed_right)
     return replace(task, pairs=knowing.take(np.arange(len(train)), positives_of=knowing))
-
-
-def with_copies(
-    texts: Sequence[str], ids: np.ndarray, pairs: np.ndarray, draw: np.random.Generator
-) -> tuple[list[str], np.ndarray]:
-    """Return one side with copies of items of pairs (n,), and ids (M + n,), the copies' last."""
-    made = [without_words(texts[item], draw) for item in ids[pairs].tolist()]
-    return [*texts, *made], np.concatenate([ids, len(texts) + np.arange(len(made))])
 
 
 def without_words(text: str, draw: np.random.Generator) -> str:
@@ -400,10 +345,7 @@ def from_scratch(path: Path, model: str, config: dict[str, Any], both_sides: boo
     whole = beir_parts(path)[0]
     texts = [*whole.left_items, *whole.right_items] if both_sides else whole.right_items
     tokenizer = train_tokenizer(texts, 8000, max_length=64)
-
-    def new_model() -> DualEncoder:
-        return TextEncoder(config=config, tokenizer=tokenizer, max_length=64)
-
+    new_model = partial(TextEncoder, config=config, tokenizer=tokenizer, max_length=64)
     return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
 
 
@@ -414,7 +356,7 @@ def minilm(
     max_tokens: int = 128,
     max_documents: int = DOCUMENTS,
     max_queries: int | None = None,
-    autocast: Literal["bfloat16"] | None = None,
+    autocast: Autocast = None,
 ) -> Task:
     """Fine-tune a published encoder; it searches some documents, all judged ones among them."""
     pairs, *parts = beginnings(path, words=max_tokens)
@@ -464,10 +406,7 @@ def image_text(path: Path, model: str) -> Task:
         TablePairs(path / f"{part}.parquet", **columns, deduplicate=part == "train")
         for part in ("train", "dev", "test")
     )
-
-    def new_model() -> DualEncoder:
-        return ImageTextEncoder(config=CLIP, crop_scale=(0.5, 1.0))
-
+    new_model = partial(ImageTextEncoder, config=CLIP, crop_scale=(0.5, 1.0))
     return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=5e-4)
 
 
@@ -527,23 +466,16 @@ class AnyLength(VectorPrepare):
 
 
 def new_encoder() -> DualEncoder:
-    """Return a ResNet with four narrow blocks and a stem for small images.
-
-    It trains in a minute on one core.
-    """
+    """Return a ResNet with four narrow blocks, which trains in a minute on one core."""
     thin = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 128)}
-    return ImageEncoder(
-        "resnet18", image_size=24, projector_dim=64, augment=SimCLR(24), backbone_args=thin
-    )
+    settings = {"image_size": 24, "projector_dim": 64, "augment": SimCLR(24)}
+    return ImageEncoder("resnet18", backbone_args=thin, **settings)
 
 
 def open_parts(
     folder: str | Path, num_train: int, num_test: int
 ) -> tuple[ImageViews, ImageViews, ImageViews]:
-    """Return training, validation and test images: random parts of tables.
-
-    The tables are train.parquet, and test.parquet or val.parquet.
-    """
+    """Return training, validation and test images: parts of train and test (or val) .parquet."""
     files = (Path(folder, f"{name}.parquet") for name in ("test", "val"))
     test_file = next(file for file in files if file.exists())
     images = TableViews(Path(folder, "train.parquet")).sample(num_train + num_test)
@@ -559,16 +491,14 @@ def images(path: Path, model: str) -> Task:
     return Task(new_encoder, train, *parts, learning_rate=2e-3, temperatures=(0.1, 0.2, 0.4))
 
 
-DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-NO_DROPOUT = dict.fromkeys(DROPOUT, 0.0)
 TASKS: dict[str, Callable[[Path, str], Task]] = {
-    "vectors": vectors,
+    "vectors": lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3),
     "copies": copies,
     "copies_known": partial(copies, known=True),
     "text": partial(from_scratch, config=BERT | NO_DROPOUT),
     "text_dropout": partial(from_scratch, config=BERT | DROPOUT),
     "two_languages": partial(from_scratch, config=BERT | NO_DROPOUT, both_sides=True),
-    "decoder": partial(from_scratch, config=QWEN3),
+    "decoder": partial(from_scratch, config=QWEN3 | GROUPED),
     "minilm": minilm,
     "minilm_lora": partial(minilm, lora_rank=16),
     "minilm_beginnings": partial(minilm, **BEGINNINGS),
