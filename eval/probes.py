@@ -25,6 +25,8 @@ from dualenc.objectives.item_tables import (
 from dualenc.objectives.outside_items import OutsideEncoder
 
 HIDDEN = 128
+LIKELY_POSITIVES, EDGES, GROUP = 30, 130, 16
+"""Ranks of a teacher's hard negatives, and the size of a group of pairs."""
 
 
 class PredictedPartition(SogCLR):
@@ -302,33 +304,14 @@ class TeacherBatches(BatchSelector):
     An edge joins two pairs where the document of one is among the teacher's nearest to the query of
     the other, without the very nearest, which are likely positives; groups along the graph are
     dealt to batches at random (B3, Thirukovalluru et al. 2025, arXiv:2505.11293).
-
-    Args:
-        left: (M, D) unit-norm vectors of each pair's left item by the teacher.
-        right: those of the right items.
-        batch_size: B.
-        skip: nearest documents of a query that are left out.
-        neighbors: documents after them that are its edges.
-        group_size: pairs of a group.
-        seed: seed of the order of the groups.
     """
 
-    def __init__(
-        self,
-        left: np.ndarray,
-        right: np.ndarray,
-        batch_size: int,
-        skip: int = 30,
-        neighbors: int = 100,
-        group_size: int = 16,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, left: np.ndarray, right: np.ndarray, batch_size: int, seed: int = 0) -> None:
         super().__init__(len(left), batch_size, seed)
-        self.group_size = group_size
-        ranked = np.argsort(-(left @ right.T), axis=1)[:, skip : skip + neighbors]
-        sources = np.repeat(np.arange(len(left)), ranked.shape[1])
-        ones = np.ones(ranked.size, dtype=np.float32)
-        graph = coo_matrix((ones, (sources, ranked.ravel())), shape=(len(left), len(left))).tocsr()
+        nearest = np.argsort(-(left @ right.T), axis=1)[:, LIKELY_POSITIVES:EDGES]
+        sources = np.repeat(np.arange(len(left)), nearest.shape[1])
+        ones, size = np.ones(nearest.size, dtype=np.float32), (len(left), len(left))
+        graph = coo_matrix((ones, (sources, nearest.ravel())), shape=size).tocsr()
         self.order = reverse_cuthill_mckee(graph + graph.T, symmetric_mode=True).astype(np.int64)
 
     def select(
@@ -337,8 +320,8 @@ class TeacherBatches(BatchSelector):
         """Return (num_batches, B) pairs; groups begin elsewhere along the graph in each epoch."""
         draw = self.generator(epoch)
         order = np.roll(self.order, draw.integers(self.num_pairs))
-        num_groups = self.num_batches * self.batch_size // self.group_size
-        groups = order[: num_groups * self.group_size].reshape(num_groups, self.group_size)
+        num_groups = self.num_batches * self.batch_size // GROUP
+        groups = order[: num_groups * GROUP].reshape(num_groups, GROUP)
         return draw.permutation(groups).reshape(self.num_batches, self.batch_size)
 
 
@@ -348,28 +331,14 @@ class OSGDBatches(BatchSelector):
     The k batches are disjoint: an epoch is a random partition into batches, cut into windows of k,
     of which the last may be shorter and gives in proportion. Source: Cho et al. 2023,
     arXiv:2307.05906, Algorithm 6; Kawaguchi and Lu 2020, arXiv:1907.04371.
-
-    Args:
-        num_pairs: M.
-        batch_size: B.
-        seed: seed of the partition.
-        k: batches to choose from.
-        q: batches to choose, at most k.
-        temperature: τ of the loss.
     """
 
     needs_embeddings = True
 
     def __init__(
-        self,
-        num_pairs: int,
-        batch_size: int,
-        seed: int = 0,
-        k: int = 1500,
-        q: int = 150,
-        temperature: float = 0.1,
+        self, *pairs: int, k: int = 1500, q: int = 150, temperature: float = 0.1, **seed: int
     ) -> None:
-        super().__init__(num_pairs, batch_size, seed)
+        super().__init__(*pairs, **seed)
         self.k = k
         self.q = q
         self.temperature = temperature
