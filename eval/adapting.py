@@ -21,13 +21,13 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
-from frame import RESULTS, Outcome, Settings, Store, command_line, key_of, scaled_rate, spread, tune
-from matplotlib.figure import Figure
+from adapting_report import GROUPS, STORE, report
+from frame import Outcome, Settings, Store, command_line, scaled_rate, tune
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -40,52 +40,38 @@ from dualenc.data.readers.clicks import split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder, interpolate
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.evaluation.plots import COLORS, as_svg
-from dualenc.evaluation.report_page import Table, print_table
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
+from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.workflows.adapting import SHARES, best_share, score_interpolations
 
-STORE = RESULTS / "adapting.jsonl"
-GROUPS = ("all", "seen", "new")
 TEMPERATURES = (0.02, 0.03, 0.05, 0.1)
 RATES = (1e-3, 3e-4, 3e-3)
 """At a batch of 32; the first while τ is chosen."""
 HELD_OUT, MAX_HELD_OUT = 0.1, 500
 """Share of the training pairs to hold out, and maximum number of queries of a kind."""
-EVALUATIONS = 10
+EVALUATIONS, SEEDS = 10, 3
 MIN_STEPS = 300
 """Of trainings with few pairs, whose epochs are short."""
-Tower = Literal["dense", "mlp", "linear"]
-
-
-class Method(NamedTuple):
-    """A row of the tables: batch size, and negatives of a step drawn, or mined for each query."""
-
-    batch_size: int = 32
-    drawn: int = 0
-    mined: int = 0
-
-
 EXACT = "FrozenCorpus+"
 """With the positive in the softmax."""
 METHODS = {
-    EXACT: Method(),
-    "FrozenCorpus": Method(),
-    "InfoNCE, B = 32": Method(),
-    "InfoNCE, B = 512": Method(batch_size=512),
-    "InfoNCE, 512 drawn": Method(drawn=512),
-    "InfoNCE, mined": Method(mined=8),
+    EXACT: (32, 0, 0),
+    "FrozenCorpus": (32, 0, 0),
+    "InfoNCE, B = 32": (32, 0, 0),
+    "InfoNCE, B = 512": (512, 0, 0),
+    "InfoNCE, 512 drawn": (32, 512, 0),
+    "InfoNCE, mined": (32, 0, 8),
 }
+"""Batch size, documents drawn as negatives of a step, and negatives mined for each query."""
 
 
 class Task:
     """What is trained on and measured.
 
-    Args:
-        pairs: number of training pairs to draw, by `seed`; by default all.
-        hold_known: hold out queries of documents in training, too.
+    All pairs are trained on, or a number `pairs` of them drawn by `seed`; with `hold_known`,
+    queries of documents in training are held out, too.
 
     Attributes:
         queries, documents: (Q, D) and (N, D) unit vectors; Q queries have training pairs.
@@ -96,13 +82,7 @@ class Task:
     """
 
     def __init__(
-        self,
-        data: Path,
-        vectors: Path,
-        name: str,
-        pairs: int | None = None,
-        seed: int = 0,
-        hold_known: bool = False,
+        self, data: Path, vectors: Path, name: str, hold_known: bool = False, **subset: int
     ) -> None:
         self.name = name
         self.index = Embeddings.open(vectors / name / "corpus")
@@ -112,21 +92,19 @@ class Task:
         self.test = IndexEvaluator(queries, test, self.index).among(list(test))
         used, *columns, _ = relevant_pairs(queries, train, self.index.ids)
         listed = np.stack(columns, axis=1)
-        if pairs is not None:
-            listed = listed[np.random.default_rng(seed).permutation(len(listed))[:pairs]]
+        if subset:
+            order = np.random.default_rng(subset["seed"]).permutation(len(listed))
+            listed = listed[order[: subset["pairs"]]]
         self.query_ids = used.ids
         self.queries = torch.from_numpy(np.stack([used.items[row] for row in range(len(used))]))
         self.documents = torch.from_numpy(unit(self.index))
         modalities = {"left_modality": "vector", "right_modality": "vector"}
         items = PairDataset(self.queries.numpy(), self.documents.numpy(), *listed.T, **modalities)
         parts = split_by_documents(items, HELD_OUT, MAX_HELD_OUT)
-        measured = {"new": parts.new, "known": parts.known if hold_known else None}
-        self.held_out = {
-            part: IndexEvaluator.of_pairs(own, self.index)
-            for part, own in measured.items()
-            if own is not None
-        }
-        trained = [parts.train] + ([parts.known] if parts.known and not hold_known else [])
+        self.held_out = {"new": IndexEvaluator.of_pairs(parts.new, self.index)}
+        trained = [parts.train, parts.known] if parts.known else [parts.train]
+        if parts.known and hold_known:
+            self.held_out["known"] = IndexEvaluator.of_pairs(trained.pop(), self.index)
         own_pairs = [np.stack([part.left_id, part.right_id], axis=1) for part in trained]
         self.pairs = np.concatenate(own_pairs)
         by_query = Ragged.from_pairs(*self.pairs.T, len(self.queries))
@@ -134,9 +112,17 @@ class Task:
         self.trained = {self.index.ids[row] for row in self.pairs[:, 1].tolist()}
         self.listed = {self.index.ids[row] for row in listed[:, 1].tolist()}
 
-    def new_map(self, tower: Tower = "dense") -> VectorEncoder:
+    def new_map(self, tower: str = "dense") -> VectorEncoder:
         """Return a map of queries that changes nothing yet."""
         return VectorEncoder(self.queries.shape[1], tower=tower, right_tower="identity")
+
+    def steps(self, epochs: float) -> int:
+        """Return the number of steps of the exact loss."""
+        return round(epochs * len(self.pairs) / METHODS[EXACT][0])
+
+    def scores(self, model: DualEncoder | None = None) -> list[float]:
+        """Return nDCG@10 of each test query, by default of their vectors as they are."""
+        return scores_of(model or self.new_map(), self.test)
 
     def grouped(self, scores: Sequence[float]) -> Outcome:
         """Return means over all, seen and new test queries, from (Q,) scores; and the numbers."""
@@ -184,17 +170,17 @@ class Training:
 
     def __init__(self, task: Task, settings: Settings, objective: Objective | None = None) -> None:
         self.task, self.settings = task, settings
-        self.method = METHODS[settings["method"]]
+        self.batch_size, self.drawn, self.num_mined = METHODS[settings["method"]]
         torch.manual_seed(settings["seed"])
         self.random = torch.Generator().manual_seed(settings["seed"])
         self.original = task.new_map(settings["map"])
         self.model = copy.deepcopy(self.original)
         self.objective = objective or new_objective(task, settings)
-        self.rate = scaled_rate(settings["rate"], self.method.batch_size)
+        self.rate = scaled_rate(settings["rate"], self.batch_size)
         weights = self.model.left.parameters()
         self.optimizer = torch.optim.AdamW(weights, self.rate, weight_decay=0.01)
         self.steps, self.seconds = 0, 0.0
-        self.mined = torch.empty(0, 0)
+        self.mined = torch.full((len(task.queries), self.num_mined), -1)
         self.batches = self.random_batches()
 
     @property
@@ -206,24 +192,24 @@ class Training:
 
     def run(self) -> Outcome:
         """Train, and measure the last weights and those of the best evaluation."""
-        best, best_quality, best_progress = self.model, -1.0, 0.0
+        tried = []
         for due in range(EVALUATIONS + 1):
             self.train(until=due / EVALUATIONS)
             scores = [scores_of(self.model, part) for part in self.task.held_out.values()]
             quality = statistics.mean(score for part in scores for score in part)
-            if quality > best_quality:
-                best, best_quality, best_progress = copy.deepcopy(self.model), quality, self.progress
-        last = self.task.grouped(scores_of(self.model, self.task.test))
-        outcome: Outcome = {"validation": round(best_quality, 4)}
+            tried.append((quality, self.progress, copy.deepcopy(self.model)))
+        quality, progress, best = max(tried, key=lambda each: each[0])
+        last = self.task.grouped(self.task.scores(self.model))
+        outcome: Outcome = {"validation": round(quality, 4)}
         if "known" in self.task.held_out:
             # As `dualenc adapt` does: what is best for both kinds, and costs new documents nothing.
             points = score_interpolations(self.original, best, self.task.held_out)
             outcome["share"] = best_share(points, "new", ["new", "known"])
             best.load_state_dict(interpolate(self.original, best, outcome["share"]))
-        outcome |= self.task.grouped(scores_of(best, self.task.test))
+        outcome |= self.task.grouped(self.task.scores(best))
         outcome |= {"last": {name: last[name] for name in GROUPS if name in last}}
-        progress = {"done": self.steps, "best": round(best_progress, 2)}
-        return outcome | {"spent": round(self.seconds, 2)} | progress
+        outcome |= {"spent": round(self.seconds, 2), "done": self.steps}
+        return outcome | {"best": round(progress, 2)}
 
     def train(self, until: float = 1.0) -> None:
         """Train up to a share of the training."""
@@ -235,9 +221,9 @@ class Training:
     def random_batches(self) -> Iterator[Tensor]:
         """Yield batches (B, 2) of random pairs without end, and mine at the start of an epoch."""
         pairs = torch.from_numpy(self.task.pairs)
-        batch_size = min(self.method.batch_size, len(pairs))
+        batch_size = min(self.batch_size, len(pairs))
         while True:
-            if self.method.mined:
+            if self.num_mined:
                 self.mine()
             order = torch.randperm(len(pairs), generator=self.random)
             for start in range(0, len(pairs) - batch_size + 1, batch_size):
@@ -247,22 +233,17 @@ class Training:
     def mine(self) -> None:
         """Find (Q, mined) near documents, below 0.95 of the best positive's score."""
         task = self.task
-        self.mined = torch.full((len(task.queries), self.method.mined), -1)
         for rows in torch.from_numpy(task.pairs[:, 0]).unique().split(1024):
-            scores = self.encode(task.queries[rows]) @ task.documents.T  # (n, N)
+            embeddings = self.model.left({"vector": task.queries[rows]})
+            scores = embeddings @ task.documents.T  # (n, N)
             positives = task.positives[rows]  # (n, K)
             # The first of a query is never padding.
             positives = torch.where(positives < 0, positives[:, :1], positives)
             highest = 0.95 * scores.gather(1, positives).amax(dim=1, keepdim=True)
             scores.scatter_(1, positives, -torch.inf)
             scores.masked_fill_(scores > highest, -torch.inf)
-            values, nearest = scores.topk(self.method.mined)
+            values, nearest = scores.topk(self.num_mined)
             self.mined[rows] = nearest.masked_fill(values.isinf(), -1)
-
-    def encode(self, queries: Tensor) -> Tensor:
-        """Map query vectors (n, D)."""
-        embeddings: Tensor = self.model.left({"vector": queries})
-        return embeddings
 
     def step(self, pairs: Tensor) -> None:
         """Train on a batch (B, 2): a tenth of warm-up, then along a cosine, as `Trainer` does."""
@@ -271,14 +252,13 @@ class Training:
             group["lr"] = self.rate * min(1.0, 0.01 + 10 * self.progress) * decay
         queries, documents = pairs.unbind(dim=1)
         lists = {"left_positives": self.task.positives[queries]}
-        if self.method.drawn or self.method.mined:
-            shape = (self.method.drawn,)
-            rows = torch.randint(len(self.task.documents), shape, generator=self.random)
-            if self.method.mined:
-                rows = self.mined[queries].unique()
-                rows = rows[rows >= 0]
+        if self.drawn or self.num_mined:
+            num_documents = len(self.task.documents)
+            drawn = torch.randint(num_documents, (self.drawn,), generator=self.random)
+            mined = self.mined[queries].unique()
+            rows = mined[mined >= 0] if self.num_mined else drawn
             lists |= {"negatives": self.task.documents[rows], "negative_id": rows}
-        embeddings = self.encode(self.task.queries[queries])
+        embeddings = self.model.left({"vector": self.task.queries[queries]})
         partners = self.task.documents[documents]
         loss = self.objective(embeddings, partners, queries, documents, **lists).loss
         self.optimizer.zero_grad()
@@ -307,7 +287,7 @@ def trained(store: Store, task: Task, common: Settings, own: Sequence[Settings])
 
 
 def tune_and_train(
-    store: Store, task: Task, common: Settings, length: Settings, tuning: float, seeds: int
+    store: Store, task: Task, common: Settings, length: Settings, tuning: float
 ) -> tuple[Settings, list[Outcome]]:
     """Choose τ and the rate by a `tuning` share of the length; return them, and all seeds' runs."""
     digits = {"seconds": 1, "steps": None}
@@ -322,13 +302,8 @@ def tune_and_train(
 
     tuned = {"temperature": best("temperature", TEMPERATURES, rate=RATES[0])}
     tuned["rate"] = best("rate", RATES, **tuned)
-    own = [{**tuned, "seed": seed} for seed in range(seeds)]
+    own = [{**tuned, "seed": seed} for seed in range(SEEDS)]
     return tuned, trained(store, task, common | length, own)
-
-
-def steps_of(task: Task, epochs: float) -> int:
-    """Return the number of steps of the exact loss."""
-    return round(epochs * len(task.pairs) / METHODS[EXACT].batch_size)
 
 
 def run(
@@ -337,36 +312,31 @@ def run(
     tasks: list[str],
     epochs: float = 8,
     methods: Sequence[str] = tuple(METHODS),
-    tower: Tower = "dense",
+    tower: str = "dense",
     tuning: float = 0.34,
-    seeds: int = 3,
     hold_known: bool = False,
     results: Path = STORE,
 ) -> None:
     """Tune and train every method on every task, those but the exact loss for its seconds.
 
-    Args:
-        epochs: passes of the exact loss over the training pairs.
-        tower: kind of the map of queries.
-        tuning: share of a training's length while τ and rate are chosen.
-        hold_known: tune, stop and choose a share of the original weights by held-out queries of
-            both kinds.
+    `tuning` is the share of a training's length while τ and rate are chosen. With `hold_known`,
+    queries of documents in training are held out, too, and choose a share of the original weights.
     """
     store = Store(results)
     for name in tasks:
         task = Task(data, vectors, name, hold_known=hold_known)
         unadapted = {"task": name, "method": "unadapted"}
-        store.get([unadapted], lambda _: task.grouped(scores_of(task.new_map(), task.test)))
-        steps = steps_of(task, epochs)
+        store.get([unadapted], lambda _, task=task: task.grouped(task.scores()))
+        steps = task.steps(epochs)
         common = {"method": EXACT, "map": tower}
-        _, found = tune_and_train(store, task, common, {"steps": steps}, tuning, seeds)
+        _, found = tune_and_train(store, task, common, {"steps": steps}, tuning)
         seconds = {"seconds": round(statistics.mean(each["spent"] for each in found), 1)}
         for method in [each for each in methods if each != EXACT]:
             common = {"method": method, "map": tower}
-            tuned, _ = tune_and_train(store, task, common, seconds, tuning, seeds)
+            tuned, _ = tune_and_train(store, task, common, seconds, tuning)
             if method.startswith("InfoNCE, B"):
-                equal = {"steps": math.ceil(steps * 32 / METHODS[method].batch_size)}
-                own = [{**tuned, "seed": seed} for seed in range(seeds)]
+                equal = {"steps": math.ceil(steps * 32 / METHODS[method][0])}
+                own = [{**tuned, "seed": seed} for seed in range(SEEDS)]
                 trained(store, task, common | equal, own)
 
 
@@ -375,24 +345,22 @@ def few(
     vectors: Path,
     task: str,
     epochs: float = 8,
-    sizes: Sequence[int] = (100, 300, 1000, 3000, 10000),
     temperature: float = 0.05,
     rate: float = 1e-3,
-    tower: Tower = "dense",
-    seeds: int = 3,
+    sizes: Sequence[int] = (100, 300, 1000, 3000, 10000),
     results: Path = STORE,
 ) -> None:
     """Train with few pairs, by the exact loss and by InfoNCE for the same seconds."""
     store = Store(results)
-    for size in sizes:
-        for seed in range(seeds):
-            drawn = Task(data, vectors, task, size, seed)
-            common = {"map": tower, "pairs": size, "temperature": temperature, "rate": rate}
-            common["seed"] = seed
-            steps = max(MIN_STEPS, steps_of(drawn, epochs))
-            [exact] = trained(store, drawn, common, [{"method": EXACT, "steps": steps}])
-            seconds = max(0.1, round(exact["spent"], 1))
-            trained(store, drawn, common, [{"method": "InfoNCE, B = 32", "seconds": seconds}])
+    for size, seed in product(sizes, range(SEEDS)):
+        common = {"map": "dense", "temperature": temperature, "rate": rate}
+        subset = {"pairs": size, "seed": seed}
+        drawn = Task(data, vectors, task, **subset)
+        common |= subset
+        steps = max(MIN_STEPS, drawn.steps(epochs))
+        [exact] = trained(store, drawn, common, [{"method": EXACT, "steps": steps}])
+        seconds = max(0.1, round(exact["spent"], 1))
+        trained(store, drawn, common, [{"method": "InfoNCE, B = 32", "seconds": seconds}])
 
 
 def keep(
@@ -401,16 +369,14 @@ def keep(
     task: str,
     others: list[str],
     epochs: float = 8,
-    tower: Tower = "dense",
     tuning: float = 0.34,
-    seeds: int = 3,
     results: Path = STORE,
 ) -> None:
     """Interpolate the map of `run` with the original one; measure the task and others."""
     store, own = Store(results), Task(data, vectors, task)
-    length = {"steps": steps_of(own, epochs)}
-    common = {"method": EXACT, "map": tower}
-    tuned, _ = tune_and_train(store, own, common, length, tuning, seeds)
+    length = {"steps": own.steps(epochs)}
+    common = {"method": EXACT, "map": "dense"}
+    tuned, _ = tune_and_train(store, own, common, length, tuning)
     measured = {name: Task(data, vectors, name) for name in others} | {task: own}
     tests = {name: each.test for name, each in measured.items()}
 
@@ -418,7 +384,7 @@ def keep(
     def curves() -> list[dict[float, dict[str, np.ndarray]]]:
         """Return of each seed the scores by share and task."""
         found = []
-        for seed in range(seeds):
+        for seed in range(SEEDS):
             training = Training(own, {**common, **length, **tuned, "seed": seed})
             training.train()
             points = score_interpolations(training.original, training.model, tests)
@@ -436,3 +402,54 @@ def keep(
     base = {"task": task, **common, "method": "keep", **length, **tuned}
     places = [{"on": name, "keep": share} for name in (task, *others) for share in SHARES]
     store.get([base | place for place in places], measure)
+
+
+def write_task(
+    folder: Path, documents: np.ndarray, queries: np.ndarray, splits: dict[str, np.ndarray]
+) -> Task:
+    """Write vectors (N, D) and (Q, D) and the pairs (P, 2) of each split, and open them."""
+    data, vectors = folder / "data" / "toy", folder / "vectors" / "toy"
+    for letter, side, rows in (("d", "corpus", documents), ("q", "queries", queries)):
+        unit_rows = normalize(torch.from_numpy(rows).float(), dim=1).numpy()
+        names = [f"{letter}{row}" for row in range(len(rows))]
+        writer = EmbeddingWriter(vectors / side, names, rows.shape[1], "float32", {})
+        writer.write_all(lambda part, own=unit_rows, all=writer.ranges: (own[all[part]], []))
+        (data / "qrels").mkdir(parents=True, exist_ok=True)
+        lines = [f'{{"_id": "{name}", "text": "{name}"}}\n' for name in names]
+        (data / f"{side}.jsonl").write_text("".join(lines))
+    for split, pairs in splits.items():
+        judged = [f"q{query}\td{document}\t1" for query, document in pairs.tolist()]
+        text = "\n".join(["query-id\tcorpus-id\tscore", *judged, ""])
+        (data / "qrels" / f"{split}.tsv").write_text(text)
+    return Task(folder / "data", folder / "vectors", "toy")
+
+
+def check(folder: Path) -> None:
+    """Turn queries: every method turns them back, and a share of 1 is the original map."""
+    globals().update(TEMPERATURES=(0.1,), RATES=(3e-2,), EVALUATIONS=2, SEEDS=2, MIN_STEPS=5)
+    draw = np.random.default_rng(0)
+    documents = draw.standard_normal((80, 6))
+    turn = np.linalg.qr(draw.standard_normal((6, 6)))[0]
+    places = np.array([*range(80), *range(20)])
+    pairs = np.stack([np.arange(100), places], axis=1)
+    splits = {"train": np.concatenate([pairs[:60], pairs[80:98]]), "test": pairs[60:80]}
+    write_task(folder, documents, documents[places] @ turn, splits)
+    paths, store = (folder / "data", folder / "vectors"), folder / "runs.jsonl"
+    run(*paths, ["toy"], epochs=20, tuning=1, results=store)
+    run(*paths, ["toy"], epochs=20, tuning=1, hold_known=True, methods=[EXACT], results=store)
+    keep(*paths, "toy", [], epochs=20, tuning=1, results=store)
+    few(*paths, "toy", epochs=1, rate=1e-2, sizes=[20], results=store)
+    runs = Store(store)
+    [unadapted] = runs.where(method="unadapted")
+    [original] = runs.where(method="keep", keep=1.0)
+    assert original.outcome["new"] == unadapted.outcome["new"]
+    assert original.outcome["low"] == original.outcome["high"] == 0
+    [adapted] = runs.where(method="keep", keep=0.0)
+    assert adapted.outcome["new"] > unadapted.outcome["new"] + 0.2
+    assert {each.settings["method"] for each in runs.runs} == {"unadapted", "keep", *METHODS}
+    report(store, folder)
+    assert (folder / "adapt_keep.svg").read_text().count("<path") > 10
+
+
+if __name__ == "__main__":
+    command_line(run, keep, few, report, check=check)

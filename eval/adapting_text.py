@@ -1,34 +1,33 @@
-"""What would training the text model itself be worth, with all documents embedded again or with
-their vectors frozen?
+"""What would training the text model itself be worth, beside the map of `adapting.py`?
 
-    python eval/adapting_text.py DATA VECTORS scifact MODEL                      # and --way
-    queries, --way lora
+    python eval/adapting_text.py DATA VECTORS scifact MODEL    # and --way queries, --way lora
 
-Beside `adapting.py`, whose folders, groups of queries and results these are.
+Folders, groups of queries and results are those of `adapting.py`. "whole" is `SogCLR` with the
+positive in the softmax, and all documents are embedded again, by 256 tokens in bfloat16. "queries"
+and "lora" are `FrozenCorpus`: the query tower whole, or adapters of rank 16, over the documents'
+vectors as they are. Settings are not tuned.
 """
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
-from adapting_table import RESULTS
-from adapting_task import Task
-from comparison_table import Runs, Settings
+from adapting import STORE, Task, scores_of
+from frame import Outcome, Settings, Store, command_line, train
+from toys import beir, text_model
 
-from dualenc.data import PairDataset
-from dualenc.data.corpus import RetrievalSet
+from dualenc.data import PairDataset, open_corpus
 from dualenc.data.readers.beir import read_beir
-from dualenc.encoders import DualEncoder, IndexEncoder, TextEncoder
+from dualenc.encoders import IndexEncoder, TextEncoder
 from dualenc.io.provenance import Provenance
-from dualenc.objectives import FrozenCorpus, Objective, SogCLR
+from dualenc.objectives import FrozenCorpus, SogCLR
 from dualenc.search.embed.encode import embed
-from dualenc.training import Trainer
+from dualenc.training.index_evaluator import IndexEvaluator
 
 
 def main(
@@ -42,102 +41,63 @@ def main(
     rate: float = 8e-5,
     tokens: int = 256,
     seed: int = 0,
-    results: Path = RESULTS,
+    results: Path = STORE,
 ) -> None:
-    """Train the text model, with settings that are not tuned, by batches of 32.
-
-    Args:
-        data, vectors: folders of all tasks.
-        task: name of the task.
-        model: folder or hub name of the text model that made the vectors.
-        way: "whole": `SogCLR` with the positive in the softmax, and all documents embedded again;
-            "queries" and "lora": `FrozenCorpus`, the query tower whole or by adapters of rank 16,
-            and the documents' vectors as they are.
-        epochs: passes over the training pairs.
-        temperature, rate: τ and learning rate.
-        tokens: of a text in training; documents are embedded by 256, in bfloat16.
-        seed: of the training.
-        results: where finished runs are added.
-    """
-    torch.set_num_threads(1)
+    """Train the text model `model`, which made the vectors, by batches of 32."""
     opened = Task(data, vectors, task)
-    train = read_beir(data / task, "train")
-    test = read_beir(data / task, "test")
-    settings = {
-        "task": task,
-        "method": f"text, {way}",
-        "epochs": epochs,
-        "temperature": temperature,
-        "rate": rate,
-    }
-    settings |= {"tokens": tokens, "seed": seed}
+    queries, test = open_corpus(data / task, part="queries"), read_beir(data / task)
+    text_of = dict(zip(queries.ids, queries.items, strict=True))
+    used, left_id = np.unique(opened.pairs[:, 0], return_inverse=True)
+    texts = [text_of[opened.query_ids[row]] for row in used.tolist()]
 
-    def compute(missing: list[Settings]) -> Iterator[tuple[Settings, dict[str, Any]]]:
-        for one in missing:
-            torch.manual_seed(seed)
-            base = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
-            encoder, pairs, objective = (
-                whole(base, opened, train) if way == "whole" else queries(base, opened, train)
-            )
-            with torch.no_grad():
-                objective.log_temperature.fill_(math.log(temperature))
+    def run(settings: Settings) -> Outcome:
+        torch.manual_seed(seed)
+        encoder = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
+        documents, right_id = opened.documents.numpy(), opened.pairs[:, 1]
+        common = {"temperature": temperature, "positive_in_softmax": True, "num_left": len(texts)}
+        objective, modality = FrozenCorpus(documents, **common), "vector"
+        if way == "whole":
+            rows, right_id = np.unique(right_id, return_inverse=True)
+            items = dict(zip(test.corpus.ids, test.corpus.items, strict=True))
+            documents = [items[opened.index.ids[row]] for row in rows.tolist()]
+            objective, modality = SogCLR(gamma=0.5, num_right=len(rows), **common), "text"
+        else:
+            encoder = IndexEncoder(encoder, Provenance(dim=documents.shape[1]))
+        pairs = PairDataset(texts, documents, left_id, right_id, right_modality=modality)
+        options = {"epochs": epochs, "learning_rate": rate, "seed": seed}
+        trained = train(encoder, pairs, objective, mixed_precision="auto", **options)
+        index, begun, embedding = opened.index, time.process_time(), 0.0
+        if way == "whole":
             with tempfile.TemporaryDirectory() as folder:
-                options = {
-                    "epochs": epochs,
-                    "learning_rate": rate,
-                    "seed": seed,
-                    "save_every": None,
-                }
-                trainer = Trainer(output=folder, mixed_precision="auto", progress=False, **options)
-                begun = time.process_time()
-                trained = trainer.fit(encoder, pairs, objective)
-                spent = time.process_time() - begun
-                encoder = encoder.eval()
-                if way == "whole":
-                    encoder = TextEncoder(str(trained.model_folder), max_length=256).eval()
-            documents = opened.documents.numpy()
-            begun = time.process_time()
-            if way == "whole":
-                again = embed(encoder.right, test.corpus, autocast="bfloat16", progress=False)
-                documents = again.vectors[again.rows_of(opened.document_ids)]
+                trained.model.save(folder)
+                encoder = TextEncoder(folder, max_length=256).eval()
+            index = embed(encoder.right, test.corpus, autocast="bfloat16", progress=False)
             embedding = time.process_time() - begun
-            tested = embed(encoder.left, test.queries, batch_size=32, progress=False)
-            per_query = opened.quality_of(tested.ids, tested.vectors, documents, opened.test)
-            measures = {
-                "spent": round(spent, 1),
-                "embedding": round(embedding, 1),
-                "done": trained.steps,
-            }
-            yield one, {**opened.grouped(per_query), **measures}
+        evaluator = IndexEvaluator(test.queries, opened.test.qrels, index)
+        outcome = opened.grouped(scores_of(encoder, evaluator))
+        outcome |= {"spent": round(trained.seconds, 1), "embedding": round(embedding, 1)}
+        return outcome | {"done": trained.steps}
 
-    Runs(results).get([settings], compute)
+    own = {"temperature": temperature, "rate": rate, "tokens": tokens, "seed": seed}
+    wanted = {"task": task, "method": f"text, {way}", "epochs": epochs} | own
+    Store(results).get([wanted], run)
 
 
-Parts = tuple[DualEncoder, PairDataset, Objective]
-"""A model, its training pairs and its objective."""
-
-
-def whole(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
-    """Both towers, against moving averages over the documents of the training pairs."""
-    pairs = task.text_pairs(texts)
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-    return model, pairs, SogCLR(gamma=0.5, positive_in_softmax=True, **sizes)
-
-
-def queries(model: TextEncoder, task: Task, texts: RetrievalSet) -> Parts:
-    """The query tower, against the vectors of all documents."""
-    encoder = IndexEncoder(model, Provenance(dim=task.documents.shape[1]))
-    items, left_id = task.texts(texts)
-    documents = task.documents.numpy()
-    pairs = PairDataset(items, documents, left_id, task.pairs[:, 1], right_modality="vector")
-    return (
-        encoder,
-        pairs,
-        FrozenCorpus(documents, num_left=pairs.num_left, positive_in_softmax=True),
-    )
+def check(folder: Path) -> None:
+    """Train at a rate of nearly zero, which leaves the queries where they are."""
+    model, corpus = text_model(folder / "model"), beir(folder / "data" / "toy")
+    loaded, collection = TextEncoder(str(model)).eval(), read_beir(corpus)
+    corpora = {"corpus": collection.corpus, "queries": open_corpus(corpus, part="queries")}
+    for side, items in corpora.items():
+        embed(loaded.left, items, folder / "vectors" / "toy" / side, progress=False)
+    paths = folder / "data", folder / "vectors", "toy", str(model)
+    unadapted = Task(*paths[:3])
+    expected = unadapted.grouped(unadapted.scores())["all"]
+    for way in ("whole", "queries", "lora"):
+        main(*paths, way=way, epochs=1, rate=1e-12, results=folder / "runs.jsonl")
+    found = [each.outcome["all"] for each in Store(folder / "runs.jsonl").runs]
+    assert np.allclose(found, [expected] * 3, atol=0.02)
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    auto_cli(main)
+    command_line(main, check=check)

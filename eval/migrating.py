@@ -1,18 +1,13 @@
-"""What mapped vectors find of what embedding again does, over all documents: `dualenc migrate`,
-measured in full.
+"""What do mapped vectors find, compared with embedding again? `dualenc migrate` over all documents.
 
     python eval/migrating.py measure OLD_MODEL NEW_MODEL FOLDER WORK
     python eval/migrating.py project MODEL OUT --dim 256
 
-FOLDER is in BEIR's form, queries and judgements those of its test split; WORK keeps the embeddings
-for the next run. All documents are embedded with both models; the maps are learned, as the command
-learns them, from a sample of 2 %, at least 2,000, drawn without regard to judgements; a document of
-it is mapped by a map that was learned without it. Shares of new vectors are the documents that the
-old model finds most often for queries of other splits or, where there are none, for the sample.
-"share" is that of the new model's nDCG@10.
-
-`project` makes the beginning of another model of a sentence-transformers folder: its vectors times
-a random matrix, to be fine-tuned.
+FOLDER is a BEIR folder with a test split; WORK keeps the embeddings for the next run. The maps are
+learned as the command learns them, from 2 % of the documents, at least 2,000, which are themselves
+mapped by a map that was learned without them. Documents that the old model finds most often for
+queries of other splits, or else for the sample, are new first. "share" is of the new model's
+nDCG@10.
 """
 
 from __future__ import annotations
@@ -21,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from frame import command_line
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize
+from toys import beir, text_model
 
 from dualenc.data import open_corpus
 from dualenc.data.readers.beir import read_beir
@@ -35,86 +32,65 @@ from dualenc.search.migration.maps import fit, folds, out_of_fold
 from dualenc.search.migration.stages import order_by_hits, sample_rows
 
 
-def mapped_by_sample(
-    x: np.ndarray, y: np.ndarray, rows: np.ndarray, fold: np.ndarray
-) -> np.ndarray:
-    """x (N, D) in the space of y, by a map of the sample's pairs, rows (n,); those by maps of the
-    other folds."""
-    mapped = fit(x[rows], y[rows])(x)
-    mapped[rows] = out_of_fold(x[rows], y[rows], fold)
-    return mapped
-
-
-def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
-    """Embed with both models, learn maps and print tables.
-
-    Args:
-        old_model: model folder.
-        new_model: model folder.
-        folder: BEIR folder.
-        work: where embeddings are kept for the next run.
-        seed: of the sample and the folds.
-    """
-    collection = read_beir(folder)
-    queries = open_corpus(folder, part="queries")
-    vectors = {}
-    for name, path in (("old", old_model), ("new", new_model)):
+def compared(old_model: str, new_model: str, folder: Path, work: Path, seed: int) -> Table:
+    """Embed with both models, learn maps, and return a row for each system."""
+    collection, queries = read_beir(folder), open_corpus(folder, part="queries")
+    vectors = []
+    for path in (old_model, new_model):
         model = load_model(path)
-        for part, tower, corpus, side in (
-            ("documents", model.right, collection.corpus, "right"),
-            ("queries", model.left, queries, "left"),
-        ):
-            out = work / f"{folder.name}-{Path(path).resolve().parent.name}-{part}"
-            embedded = embed(tower, corpus, out, identity={"side": side}, progress=f"{name} {part}")
-            vectors[name, part] = np.asarray(embedded.vectors[:], np.float32)
-    old, new = vectors["old", "documents"], vectors["new", "documents"]
+        for side, corpus in (("right", collection.corpus), ("left", queries)):
+            out = work / f"{folder.name}-{Path(path).resolve().parent.name}-{side}"
+            embedded = embed(model.tower(side), corpus, out, identity={"side": side})
+            vectors.append(np.asarray(embedded.vectors[:], np.float32))
+    old, old_queries, new, new_queries = vectors
     rows = sample_rows(len(old), np.zeros(0, np.int64), seed)
-    fold = folds(len(rows), seed)
-    is_test = np.isin(queries.ids, collection.queries.ids)
-    past = vectors["old", "queries"][~is_test] if (~is_test).any() else old[rows]
-    order = order_by_hits(Index.build(old, factory="Flat"), past)
-    places = np.argsort(order)
-    tests = [np.flatnonzero(np.array(queries.ids) == name)[0] for name in collection.queries.ids]
-    own = {name: vectors[name, "queries"][tests] for name in ("old", "new")}
-    sample = measures.Sample(old, new, mapped_by_sample(old, new, rows, fold), places, len(old))
-    systems = measures.compared(
-        sample, own["old"], fit(new[rows], old[rows])(own["new"]), own["new"]
-    )
-    scores = measures.judged_scores(
-        systems, collection.queries.ids, collection.corpus.ids, collection.qrels
-    )
-    # Among neighbours, the truth is what the new model finds for the same queries; none of them is
-    # a document.
-    nobody = np.full(len(own["new"]), -1)
-    neighbours = measures.neighbour_scores(systems, nobody)
+    mapped = fit(old[rows], new[rows])(old)
+    mapped[rows] = out_of_fold(old[rows], new[rows], folds(len(rows), seed))
+    tests = [queries.ids.index(name) for name in collection.queries.ids]
+    others = np.delete(old_queries, tests, axis=0)
+    order = order_by_hits(Index.build(old, factory="Flat"), others if len(others) else old[rows])
+    sample = measures.Sample(old, new, mapped, np.argsort(order), len(old))
+    own = new_queries[tests]
+    mapped_back = fit(new[rows], old[rows])(own)
+    systems = measures.compared(sample, old_queries[tests], mapped_back, own)
+    ids = collection.queries.ids, collection.corpus.ids
+    scores = measures.judged_scores(systems, *ids, collection.qrels)
+    # Among neighbors, the truth is what the new model finds; no query is a document.
+    neighbors = measures.neighbour_scores(systems, np.full(len(own), -1))
     cells = measures.table_rows(measures.summarize(scores))
     whole = scores[measures.NEW]["ndcg@10"].mean()
     for cell, system in zip(cells, systems):
         cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
-        cell["recall of the new model's 10"] = float(neighbours[system]["recall@10"].mean())
-    print_table(Table(f"{folder.name}, map of {len(rows):,} pairs", cells))
+        cell["recall of the new model's 10"] = float(neighbors[system]["recall@10"].mean())
+    return Table(f"{folder.name}, map of {len(rows):,} pairs", cells)
+
+
+def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
+    """Print the quality of old, mapped and new vectors; `seed` is that of sample and folds."""
+    print_table(compared(old_model, new_model, folder, work, seed))
 
 
 def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
-    """Put a linear layer of random weights behind the pooling of a model.
-
-    Args:
-        model: sentence-transformers folder of a transformer and pooling.
-        out: model folder to write.
-        dim: size of the new vectors.
-        seed: of the weights.
-    """
+    """Write a model whose vectors are those of another times a random matrix, to be fine-tuned."""
     torch.manual_seed(seed)
     original = SentenceTransformer(model, device="cpu")
     transformer, pooling = list(original)[:2]
-    dense = Dense(
-        transformer.auto_model.config.hidden_size, dim, activation_function=torch.nn.Identity()
-    )
-    modules = [transformer, pooling, dense, Normalize()]
+    width = transformer.auto_model.config.hidden_size
+    modules = [transformer, pooling, Dense(width, dim, activation_function=torch.nn.Identity())]
+    modules.append(Normalize())
     SentenceTransformer(modules=modules, prompts=original.prompts, device="cpu").save(str(out))
 
 
-if __name__ == "__main__":
-    from jsonargparse import auto_cli
+def check(folder: Path) -> None:
+    """Migrate to a linear image of a model: mapped documents find nearly all of its ten."""
+    old, new = text_model(folder / "old" / "model"), folder / "new" / "model"
+    project(str(old), new, dim=48)
+    table = compared(str(old), str(new), beir(folder / "toy", 300), folder / "work", seed=0)
+    found = [row["recall of the new model's 10"] for row in table.rows]
+    assert len(found) == 7
+    assert min(found[2:]) > 0.9
+    assert table.rows[-1]["share"] == found[-1] == 1
 
-    auto_cli([measure, project])
+
+if __name__ == "__main__":
+    command_line(measure, project, check=check)
