@@ -34,7 +34,7 @@ def report(results: Path = STORE, figures: Path | None = None) -> None:
         groups = GROUPS if task == other else GROUPS[:1]
         rows = [
             {"keep": settings["keep"]}
-            | {group: outcome[group] for group in groups}
+            | {group: outcome[group] for group in groups if group in outcome}
             | {"over unadapted": "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**outcome)}
             for settings, outcome, _ in along(shares, task, other)
         ]
