@@ -219,8 +219,10 @@ def tune(
                 grid.insert(0, float(f"{best * grid[0] / grid[1]:.2g}"))
             elif best == grid[-1]:
                 grid.append(float(f"{best * grid[-1] / grid[-2]:.2g}"))
+    # Of equals, the smallest: `max` takes the first.
+    tried = sorted(quality, key=lambda each: each[1])
     return {
-        cell: max((value for own, value in quality if own == cell), key=lambda v: quality[cell, v])
+        cell: max((value for own, value in tried if own == cell), key=lambda v: quality[cell, v])
         for cell in cells
     }
 

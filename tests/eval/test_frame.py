@@ -83,6 +83,8 @@ def test_cells_are_tuned_each_for_itself_and_a_single_value_is_taken() -> None:
 
     assert frame.tune(["a", "b"], [1.0, 2.0, 4.0], held_out) == {"a": 1.0, "b": 4.0}
     assert frame.tune(["a"], [3.0], held_out) == {"a": 3.0}
+    # Of equals, the smallest.
+    assert frame.tune(["a"], [2.0, 1.0], lambda missing: [0.0 for _ in missing]) == {"a": 0.25}
 
 
 def test_scores_survive_packing_to_half_a_step() -> None:
