@@ -1,100 +1,81 @@
-"""Prefixes of embeddings: nDCG@10 of the first components, with an objective of the whole vectors
-and one of several lengths (Kusupati et al. 2022, arXiv 2205.13147), at the same number of steps.
+"""Prefixes of embeddings: nDCG@10 of the first components, trained whole or at several lengths.
 
-    python eval/matryoshka.py PATH --epochs 10
+    python eval/matryoshka.py SCIFACT --epochs 20 --seeds 2
 
-PATH is a BEIR folder; two perceptrons on frozen features (latent semantic analysis, 256 numbers)
-are trained on its training pairs, as in eval/small_batch.py, to vectors of 256 numbers.
+Two perceptrons on frozen features of a BEIR folder are trained for the same number of steps with
+and without `Matryoshka` (Kusupati et al. 2022, arXiv 2205.13147).
 """
 
 from __future__ import annotations
 
-import statistics
-import tempfile
+import os
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from comparison_tasks import Retrieval, beir_parts, on_features
+import toys
+from frame import Outcome, Settings, Store, command_line, train
+from mined import print_runs
+from tasks import Retrieval, Task, beir_parts, on_features
 
-from dualenc.encoders import VectorEncoder
-from dualenc.evaluation.metrics import score_queries
-from dualenc.evaluation.probe import unit_rows
-from dualenc.evaluation.report_page import Table, print_table
-from dualenc.evaluation.retrieval import retrieve
-from dualenc.objectives import GlobalCache, Matryoshka, Objective
+from dualenc.data.corpus import Corpus
+from dualenc.encoders import DualEncoder, VectorEncoder
+from dualenc.objectives import GlobalCache, Matryoshka
 from dualenc.search.embed.encode import embed
-from dualenc.training import Trainer
-
-DIMS = [16, 32, 64, 128, 256]
 
 
-def qualities(model: VectorEncoder, test: Retrieval, dims: list[int]) -> dict[int, float]:
-    """nDCG@10 of each length."""
-    collection = test.collection
-    queries, documents = (
-        embed(tower, items, batch_size=256, progress=False)
-        for tower, items in ((model.left, collection.queries), (model.right, collection.corpus))
-    )
-    found = {}
-    for dim in dims:
-        left, right = (
-            unit_rows(np.asarray(side.vectors)[:, :dim]) for side in (queries, documents)
-        )
-        run = retrieve(queries.ids, left, documents.ids, right, depth=10, qrels=collection.qrels)
-        found[dim] = statistics.mean(
-            scores["ndcg@10"] for scores in score_queries(collection.qrels, run).values()
-        )
-    return found
+def quality(model: DualEncoder, test: Retrieval, dim: int) -> float:
+    """Return nDCG@10 of the first components."""
+    parts = {"queries": model.left, "corpus": model.right}
+    for name, tower in parts.items():
+        items = getattr(test.collection, name)
+        vectors = embed(tower, items, batch_size=256, dim=dim, progress=False).vectors
+        parts[name] = Corpus(items.ids, vectors, "vector")
+    shortened = Retrieval(test.collection._replace(**parts))
+    return shortened(VectorEncoder(dim, tower="identity"))["ndcg@10"]
 
 
-def main(
+def measure(task: Task, settings: Settings) -> Outcome:
+    """Train the whole vectors or several lengths; return nDCG@10 by the number of components."""
+    dims, pairs = settings["dims"], task.pairs
+    torch.manual_seed(settings["seed"])
+    model = VectorEncoder(pairs.left_dim, tower="mlp", dim=dims[-1], hidden=512, shared=False)
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    objective = GlobalCache(**sizes, temperature=0.05, seed=settings["seed"])
+    if settings["trained on"] == "dims":
+        objective = Matryoshka(objective, dims)
+    trainer = {name: settings[name] for name in ("epochs", "batch_size", "seed")}
+    train(model, pairs, objective, learning_rate=task.learning_rate, **trainer)
+    return {str(dim): quality(model, task.test, dim) for dim in dims}
+
+
+def run(
     path: Path,
     epochs: int = 10,
     batch_size: int = 128,
-    dims: list[int] | None = None,
+    dims: Sequence[int] = (16, 32, 64, 128, 256),
     seeds: int = 3,
+    results: str = os.devnull,
 ) -> None:
-    """Train with and without lengths, and print a table.
+    """Print nDCG@10 on the test queries of a BEIR folder; `dims` ends with all components."""
+    task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dims[-1])
+    common = {"task": path.name, "epochs": epochs, "batch_size": batch_size, "dims": list(dims)}
+    rows, store = ("whole vectors", "dims"), Store(Path(results))
+    wanted = [{**common, "trained on": row, "seed": seed} for row in rows for seed in range(seeds)]
+    store.get(wanted, partial(measure, task))
+    print_runs("nDCG@10 of the first components", store.runs)
 
-    Args:
-        path: BEIR folder.
-        epochs: passes over its training pairs.
-        batch_size: pairs in a batch.
-        dims: lengths; the last one is that of the vectors.
-        seeds: runs of each.
-    """
-    dims = dims or DIMS
-    torch.set_num_threads(1)
-    task = on_features(*beir_parts(path), learning_rate=1e-3)
-    assert isinstance(task.test, Retrieval)
-    rows: list[dict[str, object]] = []
-    for name, lengths in (("whole vectors", None), ("dims", dims)):
-        found = []
-        for seed in range(seeds):
-            torch.manual_seed(seed)
-            model = VectorEncoder(256, tower="mlp", dim=dims[-1], hidden=512, shared=False)
-            sizes = {"num_left": task.pairs.num_left, "num_right": task.pairs.num_right}
-            objective: Objective = GlobalCache(**sizes, temperature=0.05, seed=seed)
-            if lengths:
-                objective = Matryoshka(objective, lengths)
-            with tempfile.TemporaryDirectory() as folder:
-                settings = {
-                    "batch_size": batch_size,
-                    "epochs": epochs,
-                    "learning_rate": task.learning_rate,
-                }
-                trainer = Trainer(
-                    output=folder, seed=seed, save_every=None, progress=False, **settings
-                )
-                trainer.fit(model, task.pairs, objective)
-            found.append(qualities(model, task.test, dims))
-        means = {f"{dim}": statistics.mean(one[dim] for one in found) for dim in dims}
-        rows.append({"trained on": name, **means})
-    print_table(Table("nDCG@10 of the first components", rows))
+
+def check(folder: Path) -> None:
+    """Compare all components with the ordinary measure, and run on toy data."""
+    path = toys.beir(folder / "beir")
+    task = on_features(*beir_parts(path), learning_rate=1e-3, dim=16)
+    model = task.new_model()
+    expected = task.test(model)["ndcg@10"]
+    assert quality(model, task.test, 4) < quality(model, task.test, 64) == expected
+    run(path, epochs=1, batch_size=12, dims=(4, 16), seeds=1)
 
 
 if __name__ == "__main__":
-    from jsonargparse import auto_cli
-
-    auto_cli(main)
+    command_line(run, check=check)
