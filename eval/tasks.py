@@ -12,7 +12,7 @@
   up to 512 tokens.
 - "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
 - "image_text_vectors": perceptrons on vectors that published encoders have of them, see
-  `pretrained_features.py`; "image_text_sets", where the captions of an image are one item.
+  `make_data.py`; "image_text_sets", where the captions of an image are one item.
 - "images": a narrow ResNet on two views of labeled images, by its 20 nearest neighbors and, in the
   end, by a linear probe.
 """
@@ -411,7 +411,7 @@ def image_text(path: Path, model: str) -> Task:
 
 
 def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
-    """Put perceptrons on vectors of images and captions, see `pretrained_features.py`.
+    """Put perceptrons on vectors of images and captions, see `make_data.py`.
 
     `one_item`: the captions of an image are one item, of which each step sees one at random.
     """
