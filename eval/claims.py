@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from convergence import exact_gradient
-from gradient_bias import FrozenPairs
+from estimators import FrozenPairs
 from PIL import Image
 from probes import OSGDBatches
 from quality import cached, mean_and_sd, new_parser, open_parts, train_and_measure

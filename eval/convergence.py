@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from estimators import FrozenPairs
 from geometry import effective_rank, uniformity
-from gradient_bias import FrozenPairs
 from torch import Tensor, nn
 
 from dualenc.data import Corpus, PairDataset, open_corpus, open_pairs

@@ -29,7 +29,7 @@ import torch
 from claims import scaled, views_of
 from comparison_table import Runs, Settings, in_processes
 from convergence import exact_gradient
-from gradient_bias import FrozenPairs
+from estimators import FrozenPairs
 from quality import open_parts
 from torch import Tensor, nn
 
