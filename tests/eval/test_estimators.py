@@ -52,13 +52,8 @@ def test_repaired_correction_is_the_softmax_with_the_positive() -> None:
     pairs = estimators.random_pairs(6, 3)
     exact = pairs.exact(TAU, positive_in_softmax=True)[0]
     assert torch.allclose(exact, slow_gradient(pairs, tuple(range(6))), atol=1e-5)
-    kinds = ((estimators.RepairedCache, False), (GlobalCache, True))
-    found = [
-        pairs.step(pairs.build(kind, TAU, positive_in_softmax=positive), torch.arange(6))[0]
-        for kind, positive in kinds
-    ]
-    assert torch.allclose(*found, atol=1e-6)
-    assert (
-        float((found[0] - pairs.step(pairs.build(GlobalCache, TAU), torch.arange(6))[0]).norm())
-        > 0.1
-    )
+    option = pairs.build(GlobalCache, TAU, positive_in_softmax=True)
+    criteria = (pairs.build(estimators.RepairedCache, TAU), option, pairs.build(GlobalCache, TAU))
+    found = [pairs.step(criterion, torch.arange(6))[0] for criterion in criteria]
+    assert torch.allclose(found[0], found[1], atol=1e-6)
+    assert float((found[0] - found[2]).norm()) > 0.1
