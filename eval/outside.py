@@ -79,12 +79,7 @@ def report_progress(objective: Objective, num_batches: int) -> None:
 
 
 class PlainLoss(Objective):
-    """A scalar loss of a batch as an objective, on one process; its value is no estimate of L(θ).
-
-    Args:
-        loss_class: see the top of this file.
-        **common: see `Objective`.
-    """
+    """A scalar loss of a batch as an objective, on one process; no estimate of L(θ)."""
 
     takes_mined = False
     reports_loss = False

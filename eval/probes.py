@@ -24,7 +24,8 @@ from dualenc.objectives.item_tables import (
 )
 from dualenc.objectives.outside_items import OutsideEncoder
 
-HIDDEN = 128
+HIDDEN, PREDICTOR_RATE, UPDATES = 128, 1e-3, 2
+"""Width of a predictor, its learning rate, and its steps for each step of the towers."""
 LIKELY_POSITIVES, EDGES, GROUP = 30, 130, 16
 """Ranks of a teacher's hard negatives, and the size of a group of pairs."""
 
@@ -34,25 +35,16 @@ class PredictedPartition(SogCLR):
 
     It minimizes E[exp(s/τ − h)] + h, which is least at h = log E[exp(s/τ)], and remembers nothing
     by id (NeuCLIP, Wei et al. 2025, arXiv:2511.08417; AmorLIP, Sun et al. 2025, arXiv:2505.18983).
-
-    Args:
-        dim: D, size of the embeddings.
-        rate: learning rate of the predictor.
-        updates: its gradient steps for each step of the towers.
-        **common: see `SogCLR`.
     """
 
-    def __init__(
-        self, *, dim: int = 64, rate: float = 1e-3, updates: int = 2, **common: Any
-    ) -> None:
+    def __init__(self, *, dim: int = 64, **common: Any) -> None:
         super().__init__(**common)
-        self.updates = updates
         # One for each direction. In a tuple, and so no part of what the trainer optimizes.
         self.predictors = tuple(
             nn.Sequential(nn.Linear(dim, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1)) for _ in range(2)
         )
         parameters = [p for predictor in self.predictors for p in predictor.parameters()]
-        self.optimizer = torch.optim.Adam(parameters, lr=rate)
+        self.optimizer = torch.optim.Adam(parameters, lr=PREDICTOR_RATE)
         self.has_begun = False
 
     def update_averages(self, anchors: Anchors, log_mean: Tensor) -> Tensor:
@@ -66,7 +58,7 @@ class PredictedPartition(SogCLR):
             self.has_begun = True
         if self.updates_state:
             with torch.enable_grad():
-                for _ in range(self.updates):
+                for _ in range(UPDATES):
                     predicted = self._predict(embeddings, anchors)
                     bound = (log_mean - predicted).exp() + predicted
                     self.optimizer.zero_grad()
@@ -179,9 +171,7 @@ class DualBank(MomentumQueue):
 class FalseNegativeFilter(Objective):
     """Mixed into an objective: what `false_negatives` finds is no negative, on one rank.
 
-    Args:
-        start: share of the training before which all are negatives.
-        **objective: see the objective that this is mixed into.
+    Before `start`, a share of the training, all are negatives.
     """
 
     def __init__(self, *, start: float = 0.4, **objective: Any) -> None:
@@ -209,16 +199,10 @@ class GlobalFalseNegatives(FalseNegativeFilter):
 
     λ minimizes λ·α + E[max(s − λ, 0)], starting at 1:
 
-        λ ← λ − η·(α − share of the batch's negatives with s > λ)/α
+        λ ← λ − threshold_rate·(α − share of the batch's negatives with s > λ)/α
 
     Candidates of the batch with s > λ are left out (GloFND, Balmaseda et al. 2025,
     arXiv:2502.20612).
-
-    Args:
-        alpha: α in (0, 1).
-        threshold_rate: η.
-        **objective: `start`, after which thresholds are learned and used, and see
-            `FalseNegativeFilter`.
     """
 
     threshold: Tensor
@@ -260,13 +244,9 @@ class FilteredSogCLR(GlobalFalseNegatives, SogCLR):
 
 
 class FilteredGlobalCache(FalseNegativeFilter, GlobalCache):
-    """GlobalCache without the remembered items beyond each anchor's exact (1 − count/N)-quantile.
+    """GlobalCache without the `count` remembered items that are nearest to each anchor.
 
     Where embeddings are remembered, the threshold needs no learning.
-
-    Args:
-        count: remembered items to leave out of each anchor's negatives.
-        **objective: see `GlobalCache`.
     """
 
     def __init__(self, *, count: int, **objective: Any) -> None:

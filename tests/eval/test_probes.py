@@ -1,4 +1,4 @@
-"""Probes: SCENT's rates, thresholds that are quantiles, and what lies beyond them is no negative."""
+"""Probes: rates of SCENT, thresholds that are quantiles, hard batches."""
 
 from __future__ import annotations
 
@@ -74,10 +74,9 @@ def test_scents_averages_are_those_of_a_slow_loop() -> None:
                 rate = 1 / (1 + np.exp(-(log_alpha + 0.5 * np.log(u))))
                 value = (1 - rate) * u + rate * value
             averages[row] = value
+    expected = torch.tensor(list(averages.values())).double().log()
     found = scent.log_u[list(averages)].double()
-    torch.testing.assert_close(
-        found, torch.tensor(list(averages.values())).double().log(), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_threshold_becomes_the_quantile_of_all_similarities() -> None:
@@ -87,9 +86,8 @@ def test_a_threshold_becomes_the_quantile_of_all_similarities() -> None:
         gradients(objective, torch.randperm(NUM_PAIRS, generator=draw)[:16])
     left, right = sides()
     similarities = torch.cat([left @ right.T, right @ left.T])
-    beyond = (similarities > objective.threshold[:, None]) & ~torch.eye(NUM_PAIRS).bool().repeat(
-        2, 1
-    )
+    is_other = ~torch.eye(NUM_PAIRS).bool().repeat(2, 1)
+    beyond = (similarities > objective.threshold[:, None]) & is_other
     shares = beyond.sum(dim=1) / (NUM_PAIRS - 1)
     assert shares.mean().item() == pytest.approx(0.1, abs=0.01)
     assert shares.max() < 0.2
