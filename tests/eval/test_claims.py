@@ -1,91 +1,102 @@
-"""The script of the papers' claims measures what it says, and chooses temperatures as it says."""
+"""The laws that the scripts of the papers' claims rely on."""
 
 from __future__ import annotations
 
-import argparse
 import json
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn.functional import normalize, pad
 
+from dualenc.batching import RandomBatches, batch_losses
+from dualenc.data import open_pairs
+from dualenc.objectives import ExactGlobal
 from tests.helpers.eval_scripts import load_script
 
 
 @pytest.fixture(scope="module")
-def claims() -> ModuleType:
-    return load_script("claims.py")
+def stationary() -> ModuleType:
+    return load_script("claims/stationary.py")
 
 
-def options(out: Path, **other: float) -> argparse.Namespace:
-    given = {
-        "batch_size": 4,
-        "learning_rate": 1e-3,
-        "steps": 3,
-        "pairs": 28,
-        "test": 12,
-        "versions": 3,
-        "seeds": 2,
-    }
-    return argparse.Namespace(out=str(out), epochs=2, rate=0.01, **{**given, **other})
+SHARED = {
+    "left_id": torch.tensor([0, 0, 1, 2, 3, 4, 5]),
+    "right_id": torch.tensor([0, 1, 2, 2, 3, 4, 5]),
+    "left_positives": torch.tensor([[0, 1], [0, 1], [2, -1], [2, -1], [3, 5], [4, -1], [5, -1]]),
+    "right_positives": torch.tensor([[0, -1], [0, -1], [1, 2], [1, 2], [3, -1], [4, -1], [5, 3]]),
+}
 
 
-def test_with_fixed_statistics_an_embedding_depends_on_its_image_alone(claims: ModuleType) -> None:
+@pytest.mark.parametrize("views", [True, False])
+def test_gradient_of_the_exact_loss_is_that_of_autograd(stationary: Any, views: bool) -> None:
+    frozen = stationary.FrozenPairs
+    make = partial(frozen.one_to_one, views=True) if views else partial(frozen, **SHARED)
     torch.manual_seed(0)
-    images = torch.randn(20, 3, 16, 16)
-    nothing = torch.zeros(0, 0, 3, 16, 16)
-    model = claims.with_fixed_statistics(
-        claims.SmallEncoder(claims.StoredViews(nothing[:, 0:0], nothing)), images
-    )
-    together = model("left", {"image": images})
-    alone = torch.cat([model("left", {"image": image[None]}) for image in images])
-    torch.testing.assert_close(together, alone)
-    # What the first layer passes on has mean 0 and variance 1 over the set, per channel.
-    first = model.left.backbone[:2](images)
-    torch.testing.assert_close(first.mean(dim=(0, 2, 3)), torch.zeros(32), atol=1e-5, rtol=0)
-    torch.testing.assert_close(first.var(dim=(0, 2, 3)), torch.ones(32), atol=1e-3, rtol=0)
+    towers = torch.nn.ModuleDict({side: torch.nn.Linear(5, 4) for side in ("left", "right")})
+    inputs = {side: torch.randn(6, 5) for side in towers}
+    encode = lambda side, x: normalize(towers[side](x), dim=1)  # noqa: E731
+    left, right = (encode(side, x) for side, x in inputs.items())
+    pairs = make(left, right)
+    ids = {name: pairs.ids[name] for name in pairs.ids}
+    rows = left[pairs.left_id], right[pairs.right_id]
+    outside = lambda side, ids: (left if side == "left" else right)[ids]  # noqa: E731
+    expected = pairs.build(ExactGlobal, 0.1)(*rows, encode=outside, **ids).loss
+    expected.backward()
+    norm = sum(float(weight.grad.square().sum()) for weight in towers.parameters())
+    chunks = {side: x.split(4) for side, x in inputs.items()}
+    loss, squared, _ = stationary.exact_gradient(towers, encode, chunks, make, 0.1)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert squared == pytest.approx(norm, rel=1e-4)
+    assert all(weight.grad is None for weight in towers.parameters())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SimCLR", "NegativeCache", "EMC2", "ISIR"])
-def test_descent_on_a_finite_set_lowers_the_exact_loss(claims: ModuleType, name: str) -> None:
-    views = torch.randn(12, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    views[:, 1] = views[:, 0] + 0.1 * views[:, 1]
-    settings = {"batch_size": 4, "learning_rate": 0.01, "temperature": 0.2, "seed": 0}
-    before, *_, after = claims.descend(name, views, epochs=6, **settings)
-    assert (before["epoch"], after["epoch"]) == (0, 6)
-    assert after["loss"] < before["loss"] - 0.1
-    assert after["squared gradient"] > 0
-
-
-def test_the_temperature_is_the_best_on_validation_with_the_first_seed(
-    claims: ModuleType, tmp_path: Path
+def test_each_item_is_prepared_once_and_keeps_its_positives(
+    stationary: Any, tmp_path: Path
 ) -> None:
-    given = options(tmp_path)
-    shared = {
-        "batch_size": 4,
-        "learning_rate": 1e-3,
-        "steps": 3,
-        "pairs": 28,
-        "test": 12,
-        "versions": 3,
-    }
+    texts = [("a", "x"), ("b", "x"), ("b", "y"), ("c", "z")]
+    lines = [json.dumps({"query": query, "document": document}) for query, document in texts]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    tower = SimpleNamespace(prepare=list)
+    model: Any = SimpleNamespace(tower=lambda side: tower)
+    chunks, make = stationary.prepared(model, open_pairs(tmp_path / "pairs.jsonl"), np.arange(4))
+    assert chunks == {"left": [["a", "b", "c"]], "right": [["x", "y", "z"]]}
+    pairs = make(torch.eye(3), torch.eye(3))
+    assert [sorted(set(row) - {-1}) for row in pairs.left_positives.tolist()] == [
+        [0],
+        [0, 1],
+        [0, 1],
+        [2],
+    ]
+    # Cosines of different rows are 0, of the first three pairs only z is no positive.
+    assert stationary.geometry(pairs)["negative cosine"] == 0
 
-    def known(name: str, temperature: float, seed: int, validation: float, linear: float) -> None:
-        file = tmp_path / f"{claims.file_name(name)}-{temperature}-{seed}.json"
-        settings = {**shared, "temperature": temperature, "seed": seed}
-        file.write_text(
-            json.dumps({"metrics": {"validation": validation, "linear": linear}, **settings})
-        )
 
-    known("EMC2", 0.1, 0, validation=0.5, linear=0.9)
-    known("EMC2", 0.3, 0, validation=0.6, linear=0.2)
-    known("EMC2", 0.3, 1, validation=0.1, linear=0.4)
-    for seed in (0, 1):
-        known("EMC2, burn-in 0", 0.3, seed, validation=0.0, linear=0.7)
-    rows = claims.Comparison(None, given).table(["EMC2", "EMC2, burn-in 0"], 2)
-    assert [row["τ"] for row in rows] == ["0.3", "0.3"]
-    assert rows[0]["linear"] == pytest.approx(0.3)
-    assert rows[0]["linear sd"] == pytest.approx(0.1 * 2**0.5)
-    assert rows[1]["linear"] == pytest.approx(0.7)
+def test_fixed_statistics_make_an_embedding_a_function_of_its_image(stationary: Any) -> None:
+    images = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    tower = stationary.convolutions(images)
+    alone = torch.cat([tower({"image": image[None]}) for image in images])
+    torch.testing.assert_close(tower({"image": images}), alone)
+
+
+def test_geometry_of_known_spectra(stationary: Any) -> None:
+    assert stationary.uniformity(torch.eye(4)) == pytest.approx(-4)
+    assert stationary.effective_rank(torch.eye(7)) == pytest.approx(7)
+    assert stationary.overlap(torch.ones(3), torch.ones(5)) == 1
+    assert stationary.overlap(torch.ones(3), torch.zeros(5)) == 0
+
+
+def test_theory_has_the_packages_loss_and_knows_the_simplex() -> None:
+    theory = load_script("claims/minibatch_theory.py")
+    left, right = theory.random_embeddings(5, seed=0)
+    batches = RandomBatches(8, 4).select(0)
+    expected = 2 * batch_losses(left.numpy(), right.numpy(), batches, 1.0)
+    found = theory.contrastive_losses(left, right, torch.from_numpy(batches))
+    np.testing.assert_allclose(found, expected)
+    turn, _ = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    simplex = pad(normalize(torch.eye(8) - 1 / 8), (0, 8)) @ turn
+    assert theory.distance_to_optimum(simplex, simplex) == pytest.approx(0, abs=1e-5)
