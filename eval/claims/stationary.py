@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy.stats import gmean
 from torch import Tensor, nn
 
 from dualenc.batching import RandomBatches
@@ -67,16 +68,16 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 }
 Network = Literal["components", "convolutions"]
 AXES = {
-    "components": (2, "squared gradient of the exact loss", "log"),
-    "convolutions": (1, "exact global loss, mean over seeds", "linear"),
+    "components": (2, "squared gradient of the exact loss", "log", gmean),
+    "convolutions": (1, "exact global loss, mean over seeds", "linear", np.mean),
 }
-"""What is drawn of a curve: its number in (step, loss, squared gradient), its name and scale."""
+"""What is drawn of (step, loss, squared gradient): number, name, scale, and mean over seeds."""
 
 
 def exact_gradient(
     model: nn.Module,
-    encode: Callable[[Side, Inputs], Tensor],
-    chunks: Mapping[Side, Sequence[Inputs]],
+    encode: Callable[[Side, Any], Tensor],
+    chunks: Mapping[Side, Sequence[Any]],
     pairs: Callable[[Tensor, Tensor], FrozenPairs],
     temperature: float,
 ) -> tuple[float, float, FrozenPairs]:
@@ -87,10 +88,10 @@ def exact_gradient(
     backpropagate its gradient on the embeddings.
 
     Args:
-        model: model in evaluation mode; gradients of its weights are cleared.
+        model: model in evaluation mode.
         encode: function from a side and inputs to (n, D) unit-norm embeddings.
-        chunks: prepared inputs of the items of each side, left first.
-        pairs: function from the embeddings of both sides, such as `FrozenPairs.one_to_one`.
+        chunks: inputs of each side's items.
+        pairs: function from the embeddings of both sides.
         temperature: τ.
     """
     with torch.no_grad():
@@ -112,19 +113,8 @@ def exact_gradient(
     return loss, squared, frozen
 
 
-class Perceptron(nn.Module):
-    """Encode principal components (n, 64) of images as unit vectors (n, 32)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(COMPONENTS, 64), nn.GELU(), nn.Linear(64, 32))
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        return unit_norm(self.layers(inputs["image"]))
-
-
 def convolutions(pixels: Tensor) -> nn.Module:
-    """Return `SmallEncoder`'s tower with the statistics that BatchNorm has on (M, 3, S, S).
+    """Return `SmallEncoder`'s layers with the statistics that BatchNorm has on (M, 3, S, S).
 
     An embedding is then a function of its own image alone, and the exact loss that of the function
     which is trained.
@@ -133,9 +123,15 @@ def convolutions(pixels: Tensor) -> nn.Module:
     for layer in tower.modules():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
             layer.momentum = 1.0
+    network = nn.Sequential(tower.backbone, tower.projector)
     with torch.no_grad():
-        tower.train()({"image": pixels})
-    return tower.eval()
+        network.train()(pixels)
+    return network.eval()
+
+
+def perceptron() -> nn.Module:
+    """Return layers from principal components (n, 64) to vectors (n, 32)."""
+    return nn.Sequential(nn.Linear(COMPONENTS, 64), nn.GELU(), nn.Linear(64, 32))
 
 
 @cache
@@ -158,24 +154,25 @@ def descend(settings: Settings, folder: Path) -> Outcome:
     views = stored_views(folder, images, settings["network"])
     torch.manual_seed(seed)
     is_small = settings["network"] == "components"
-    network = Perceptron() if is_small else convolutions(views.flatten(0, 1))
+    network = perceptron() if is_small else convolutions(views.flatten(0, 1))
     shared = {"num_left": images, "temperature": settings["temperature"], "views": True}
     objective = OBJECTIVES[settings["objective"]](seed=seed, **shared)
     optimizer = torch.optim.SGD(network.parameters(), lr=settings["rate"])
     batches = RandomBatches(images, settings["batch_size"], seed=seed)
     sides: dict[Side, Tensor] = {"left": views[:, 0], "right": views[:, 1]}
-    chunks: dict[Side, list[Inputs]] = {side: [{"image": items}] for side, items in sides.items()}
+    chunks = {side: [items] for side, items in sides.items()}
     pairs = partial(FrozenPairs.one_to_one, views=True)
     measured_at = {int(step) for step in np.geomspace(min(100, steps), steps, POINTS)}
 
-    def encode(side: Side, rows: Tensor) -> Tensor:
-        return network({"image": sides[side][rows]})
+    def encode(side: Side, items: Tensor) -> Tensor:
+        return unit_norm(network(items))
+
+    def of_rows(side: Side, rows: Tensor) -> Tensor:
+        return encode(side, sides[side][rows])
 
     def measure(step: int) -> tuple[int, float, float]:
-        loss, squared, _ = exact_gradient(
-            network, lambda _, inputs: network(inputs), chunks, pairs, settings["temperature"]
-        )
-        return step, loss, squared
+        point = exact_gradient(network, encode, chunks, pairs, settings["temperature"])
+        return step, *point[:2]
 
     curve = [measure(0)]
     begun = time.process_time()
@@ -186,8 +183,8 @@ def descend(settings: Settings, folder: Path) -> Outcome:
         rows = order[position]
         for group in optimizer.param_groups:
             group["lr"] = settings["rate"] * 0.5 * (1 + math.cos(math.pi * step / steps))
-        left, right = network({"image": views[rows].transpose(0, 1).flatten(0, 1)}).chunk(2)
-        loss = objective(left, right, rows, encode=encode).loss
+        left, right = unit_norm(network(views[rows].transpose(0, 1).flatten(0, 1))).chunk(2)
+        loss = objective(left, right, rows, encode=of_rows).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -258,7 +255,7 @@ def report(
     store, own_set = Store(results), {"network": network, "images": images}
     longest = max(each.settings["steps"] for each in store.where(**own_set))
     rows, curves = [], {}
-    value, ylabel, scale = AXES[network]
+    value, ylabel, scale, mean = AXES[network]
     for name in OBJECTIVES:
         by_rate: dict[float, list[Outcome]] = {}
         for each in store.where(**own_set, objective=name, steps=longest):
@@ -274,8 +271,8 @@ def report(
         row["squared gradients"] = " ".join(f"{each:.1e}" for each in squared)
         seconds = round(statistics.mean(each["seconds"] for each in own))
         rows.append({**row, "seeds": len(own), "seconds": seconds})
-        points = np.log([each["curve"][1:] for each in own]).mean(axis=0)  # (points, 3)
-        curves[name] = [step for step, *_ in own[0]["curve"][1:]], np.exp(points[:, value]).tolist()
+        points = np.array([each["curve"][1:] for each in own])  # (seeds, points, 3)
+        curves[name] = points[0, :, 0].tolist(), mean(points[:, :, value], axis=0).tolist()
     title = f"{images} images with two stored views, {longest:,} steps of plain SGD"
     print_table(Table(title, rows))
     if figure is not None:
@@ -315,10 +312,9 @@ def prepared(
         seeds = augmentation_seeds(0, 0, ids, side)
         return SimCLRPrepare(prepare)([data[row] for row in ids], seeds)
 
-    starts = {side: range(0, len(items[side]), CHUNK) for side in SIDES}
     chunks = {
-        side: [inputs(side, items[side][start : start + CHUNK].tolist()) for start in starts[side]]
-        for side in SIDES
+        side: [inputs(side, part.tolist()) for part in torch.from_numpy(own).split(CHUNK)]
+        for side, own in items.items()
     }
     return chunks, partial(FrozenPairs, **known)
 

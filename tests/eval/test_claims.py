@@ -78,9 +78,9 @@ def test_each_item_is_prepared_once_and_keeps_its_positives(
 
 def test_fixed_statistics_make_an_embedding_a_function_of_its_image(stationary: Any) -> None:
     images = torch.randn(20, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    tower = stationary.convolutions(images)
-    alone = torch.cat([tower({"image": image[None]}) for image in images])
-    torch.testing.assert_close(tower({"image": images}), alone)
+    network = stationary.convolutions(images)
+    alone = torch.cat([network(image[None]) for image in images])
+    torch.testing.assert_close(network(images), alone)
 
 
 def test_geometry_of_known_spectra(stationary: Any) -> None:
