@@ -194,10 +194,6 @@ class SmallImages:
         by_image = pairs_of_views(versions).unflatten(0, (len(some), len(ALL)))
         self.versions = by_image.transpose(1, 2)  # (n, 2, K, 3, S, S)
 
-    def encoder(self, augmentations: int) -> SmallEncoder:
-        """Return a network, which will be trained on some of the augmentations."""
-        return SmallEncoder(StoredViews(self.plain[0], self.augmented[:, :augmentations]))
-
     def measure(self, model: DualEncoder, corrupted: bool) -> Outcome:
         """Probe the features, and find an image's other view (Cho et al., Table 1)."""
         train, validation, test = (embed(model.left.features, scaled(own)) for own in self.plain)
@@ -265,7 +261,8 @@ def train_arm(settings: Settings, folder: Path) -> Outcome:
         new_model, measure = new_encoder, partial(measure_resnet, pairs=pairs, test=test)
     else:
         pairs, images = numbered(num_pairs), open_images(folder, num_pairs, num_test)
-        new_model = partial(images.encoder, arm.augmentations)
+        prepare = StoredViews(images.plain[0], images.augmented[:, : arm.augmentations])
+        new_model = partial(SmallEncoder, prepare)
         measure = partial(images.measure, corrupted=arm.corrupted)
     torch.manual_seed(seed)
     model = new_model()
@@ -348,7 +345,9 @@ def report(results: Path = FOUND) -> None:
     for size, (experiment, arms) in itertools.product(sorted(sizes), EXPERIMENTS.items()):
         own = dict(zip(names, size))
         if rows := [row for name in arms if (row := row_of(store, name, own))]:
-            print_table(Table(f"{experiment}: {own}", rows))
+            print_table(
+                Table(f"{experiment} on {size[0]}: {size[1]} images, {size[2]} steps", rows)
+            )
 
 
 def check(folder: Path) -> None:

@@ -129,11 +129,6 @@ def convolutions(pixels: Tensor) -> nn.Module:
     return network.eval()
 
 
-def perceptron() -> nn.Module:
-    """Return layers from principal components (n, 64) to vectors (n, 32)."""
-    return nn.Sequential(nn.Linear(COMPONENTS, 64), nn.GELU(), nn.Linear(64, 32))
-
-
 @cache
 def stored_views(folder: Path, images: int, network: Network) -> Tensor:
     """Return two augmentations of each image: pixels (M, 2, 3, S, S) or components (M, 2, 64)."""
@@ -153,8 +148,10 @@ def descend(settings: Settings, folder: Path) -> Outcome:
     images, steps, seed = settings["images"], settings["steps"], settings["seed"]
     views = stored_views(folder, images, settings["network"])
     torch.manual_seed(seed)
-    is_small = settings["network"] == "components"
-    network = perceptron() if is_small else convolutions(views.flatten(0, 1))
+    if settings["network"] == "components":
+        network = nn.Sequential(nn.Linear(COMPONENTS, 64), nn.GELU(), nn.Linear(64, 32))
+    else:
+        network = convolutions(views.flatten(0, 1))
     shared = {"num_left": images, "temperature": settings["temperature"], "views": True}
     objective = OBJECTIVES[settings["objective"]](seed=seed, **shared)
     optimizer = torch.optim.SGD(network.parameters(), lr=settings["rate"])
