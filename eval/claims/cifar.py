@@ -155,20 +155,12 @@ def train_once(settings: Settings, folder: Path) -> Outcome:
     shared = {"num_left": count, "num_right": count, "temperature": settings["temperature"]}
     objective = objective_of(settings["objective"])(seed=seed, views=True, **shared)
     curve = Curve(*labels)
+    schedule = {name: settings[name] for name in ("batch_size", "epochs", "seed")}
+    schedule |= {"evaluate_every": count // batch_size, "mixed_precision": "auto"}
+    rate = scaled_rate(1e-3 * settings["rate"], batch_size)
+    schedule |= {"learning_rate": rate, "weight_decay": 1e-4}
     begun = time.perf_counter()
-    train(
-        model,
-        numbered(count),
-        objective,
-        evaluator=curve,
-        batch_size=batch_size,
-        epochs=settings["epochs"],
-        evaluate_every=count // batch_size,
-        learning_rate=scaled_rate(1e-3 * settings["rate"], batch_size),
-        weight_decay=1e-4,
-        mixed_precision="auto",
-        seed=seed,
-    )
+    train(model, numbered(count), objective, evaluator=curve, **schedule)
     seconds = round(time.perf_counter() - begun, 1)
     return {"20-NN": curve.values[-1], "curve": curve.values, "seconds": seconds}
 
@@ -210,13 +202,11 @@ def run(
 
 def report(results: Path = FOUND) -> None:
     """Print all runs."""
-    columns = ("20-NN", "seconds")
-    rows = [
-        {**each.settings, **{name: each.outcome[name] for name in columns}}
-        | {"device": each.origin["device"]}
-        for each in Store(results).runs
-    ]
-    print_table(Table("CIFAR-10, 20-NN accuracy", sorted(rows, key=lambda row: -row["20-NN"])))
+    rows = []
+    for each in sorted(Store(results).runs, key=lambda each: -each.outcome["20-NN"]):
+        outcome = {name: value for name, value in each.outcome.items() if name != "curve"}
+        rows.append({**each.settings, **outcome, "device": each.origin["device"]})
+    print_table(Table("CIFAR-10, 20-NN accuracy", rows))
 
 
 def check(folder: Path) -> None:

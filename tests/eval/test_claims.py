@@ -18,7 +18,6 @@ from dualenc.data import open_pairs
 from dualenc.objectives import ExactGlobal
 from tests.helpers.eval_scripts import load_script
 
-
 stationary = load_script("claims/stationary.py")
 theory = load_script("claims/minibatch_theory.py")
 SHARED = {
