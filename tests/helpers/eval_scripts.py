@@ -43,7 +43,7 @@ def functions_of(script: Path) -> dict[str, ast.arguments]:
     """Return the functions that a script gives to `command_line`, with their arguments."""
     tree = ast.parse(script.read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    given = [call.args for call in calls if ast.unparse(call.func) == "command_line"]
+    given = [call.args for call in calls if ast.unparse(call.func).endswith("command_line")]
     names = [ast.unparse(each) for args in given for each in args]
     return {name: arguments_of(script, name) for name in names}
 
