@@ -9,9 +9,6 @@ python eval/bench/embedding.py corruption PATH_TO_TINY_IMAGENET/val.parquet --si
 from __future__ import annotations
 
 import io
-import itertools
-import json
-import multiprocessing
 import os
 import random
 import sys
@@ -19,23 +16,21 @@ import tarfile
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
-from pyarrow.parquet import ParquetWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import toys
 from frame import command_line
-from in_turn import in_turn, rows_of
+from in_turn import in_new_process, in_turn, memory_of_process, rows_of
 from tasks import default_model
-from vectors import memory_of_process
 
 from dualenc.data import Corpus, open_corpus
 from dualenc.data.readers.detect import default_split
@@ -50,21 +45,18 @@ from dualenc.workflows.run_quickstart import read_docstrings
 FORMATS = ("jsonl", "parquet", "tar", "beir")
 
 
-def throughput(
-    texts: int = 400, model: str | None = None, threads: int | None = None, device: str = "cpu"
-) -> None:
+def throughput(texts: int = 400, model: str | None = None) -> None:
     """Compare times for docstrings of this machine, short and long; vectors must agree to 1e-4."""
     from sentence_transformers import SentenceTransformer
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    torch.set_num_threads(threads or torch.get_num_threads())
     path = model or default_model()
-    tower = load_model(path, device=device).tower("right")
-    encode = SentenceTransformer(path, device=device).encode
+    tower = load_model(path, device="cpu").tower("right")
+    encode = SentenceTransformer(path, device="cpu").encode
     found = read_docstrings(texts)
-    summaries = [each.summary for each in found]
-    documents = [f"{each.name}: {each.rest}" for each in found]
-    for name, items in {"summaries": summaries, "documents": documents}.items():
+    kinds = {"summaries": [each.summary for each in found]}
+    kinds["documents"] = [f"{each.name}: {each.rest}" for each in found]
+    for name, items in kinds.items():
         corpus = Corpus([str(number) for number in range(len(items))], items)
         runs = {
             "dualenc": partial(embed, tower, corpus, batch_size=32, progress=False),
@@ -72,10 +64,10 @@ def throughput(
         }
         times, vectors = in_turn(runs, repeats=3, warm_up=1)
         np.testing.assert_allclose(vectors["dualenc"].vectors, vectors["encode"], atol=1e-4)
-        print_table(Table(f"{len(items)} {name}, {device}", rows_of(times)))
+        print_table(Table(f"{len(items)} {name}", rows_of(times)))
 
 
-def memory(texts: int = 400_000, formats: tuple[str, ...] = FORMATS) -> None:
+def memory(texts: int = 400_000) -> None:
     """Embed all texts and a tenth of them from disk, each in a process of its own.
 
     A process needs its anonymous pages. Those of mapped files count for nothing: the system drops
@@ -84,13 +76,12 @@ def memory(texts: int = 400_000, formats: tuple[str, ...] = FORMATS) -> None:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         os.environ["HF_DATASETS_CACHE"] = f"{name}/cache"
-        for kind in formats:
+        for kind in FORMATS:
             peaks = []
             for count in (texts // 10, texts):
                 data = write_texts(Path(name), kind, count)
-                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                    task = pool.submit(embed_and_watch, str(data), f"{name}/{kind}-{count}")
-                    start, highest = task.result()
+                work = (embed_and_watch, str(data), f"{name}/{kind}-{count}")
+                start, highest = in_new_process(*work)
                 peaks.append(highest)
             files = data.rglob("*") if data.is_dir() else [data]
             row = {"format": kind, "MiB": sum(file.stat().st_size for file in files) / 2**20}
@@ -103,27 +94,23 @@ def write_texts(folder: Path, kind: str, count: int) -> Path:
     """Write random texts of 120 words in one of the formats, and return where they are."""
     draw = random.Random(0)
     vocabulary = [draw.randbytes(draw.randint(1, 5)).hex() for _ in range(5000)]
-    rows = (
+    rows = [
         {"_id": f"document-{number:09d}", "text": " ".join(draw.choices(vocabulary, k=120))}
         for number in range(count)
-    )
+    ]
     path = folder / f"{count}.{kind}"
     if kind == "parquet":
-        schema = pa.schema({"_id": pa.string(), "text": pa.string()})
-        with ParquetWriter(path, schema) as writer:
-            while block := list(itertools.islice(rows, 5000)):
-                writer.write_table(pa.Table.from_pylist(block, schema))
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=5000)
     elif kind == "tar":
         with tarfile.open(path, "w") as archive:
             for row in rows:
                 member, content = tarfile.TarInfo(row["_id"] + ".txt"), row["text"].encode()
-                member.size, archive.members = len(content), []  # type: ignore[attr-defined]
+                member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
     else:
         file = path / "corpus.jsonl" if kind == "beir" else path
         file.parent.mkdir(exist_ok=True)
-        with file.open("w") as stream:
-            stream.writelines(json.dumps(row) + "\n" for row in rows)
+        toys.write_lines(file, rows)
     return path
 
 

@@ -1,4 +1,4 @@
-"""Calls timed in turn, as rows of a table; and models that need no download."""
+"""Calls timed in turn, or in a process of its own; and models that need no download."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -55,7 +58,19 @@ def quietest_clock(threads: int) -> Callable[[], float]:
     return time.process_time if threads == 1 else time.perf_counter
 
 
-def new_backbone(name: str, layers: int = 6) -> tuple[nn.Module, int]:
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a process of its own."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def memory_of_process(kind: str = "RssAnon") -> float:
+    """Return the MiB of this process that are in no file, or what it calls by another kind."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition(f"{kind}:")[2].split()[0]) / 1024
+
+
+def new_backbone(name: str) -> tuple[nn.Module, int]:
     """Return a model with random weights, "resnet18" or "minilm", and the size of its vectors."""
     if name == "resnet18":
         import timm
@@ -64,6 +79,6 @@ def new_backbone(name: str, layers: int = 6) -> tuple[nn.Module, int]:
     from transformers import BertConfig, BertModel
 
     sizes = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
-    model = BertModel(BertConfig(num_hidden_layers=layers, **sizes))
+    model = BertModel(BertConfig(num_hidden_layers=6, **sizes))
     model.register_forward_hook(lambda _, given, output: output.last_hidden_state.mean(dim=1))
     return model, 384

@@ -3,21 +3,21 @@
     python eval/bench/memory.py batches --encoder linear
     python eval/bench/memory.py batches --encoder resnet18 --objectives [InfoNCE,EMC2]
     python eval/bench/memory.py fine_tuning MODEL BEIR --rows '["InfoNCE 8","SogCLR+ 8"]'
-    python eval/bench/memory.py fine_tuning Qwen3-Embedding-0.6B BEIR --tokens 512 --lora_rank 16
+    python eval/bench/memory.py fine_tuning MODEL BEIR --lora_rank 16
     python eval/bench/memory.py report
 
 batches: the peak as the batch grows, over that of the smallest. Every measurement is a process: its
-peak resident memory, Python and torch included, or the peak of allocated memory on a CUDA device.
-glibc is told to return what is freed at once: what it would keep for later can be another 0.1 to
-0.5 of the first batch's memory. On the CPU the inputs that a step keeps, out-of-batch ones
-included, are in the peak, as they are in training; the last column leaves them out. MiniLM and
-ResNet-18 (on two views, its BatchNorm frozen) have random weights and inputs. The linear encoder
-holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
+peak resident memory, Python and torch included. glibc is told to return what is freed at once: what
+it would keep for later can be another 0.1 to 0.5 of the first batch's memory. The inputs that a
+step keeps, out-of-batch ones included, are in the peak, as they are in training; the last column
+leaves them out. MiniLM and ResNet-18 (on two views, its BatchNorm frozen) have random weights and
+inputs. The linear encoder holds next to nothing: what is left is the objective, the strictest
+comparison and a fast one.
 
-fine_tuning: the peak of what torch holds beside the weights. MODEL is a text encoder, trained in
-bf16 on beginnings of texts, or a name of `SHAPES`, random weights of a published model's sizes. A
-row is an objective of `rows.py` and a batch size. With --lora_rank every text is repeated until it
-is as long as the longest: large encoders are chosen for long texts.
+fine_tuning: the peak of what torch holds beside the weights, on a CPU. MODEL is a text encoder,
+trained in bf16 on beginnings of texts. A row is an objective of `rows.py` and a batch size. With
+--lora_rank every text is repeated until it is as long as the longest: large encoders are chosen for
+long texts.
 """
 
 from __future__ import annotations
@@ -26,18 +26,14 @@ import gc
 import itertools
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from in_turn import new_backbone
+from in_turn import in_new_process, memory_of_process, new_backbone
 from objectives import OBJECTIVES
-from profiling import ON_GPU, seconds_per_step, watch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -48,7 +44,7 @@ from rows import TRAINER, objective_of
 from tasks import beginnings, some_of
 
 from dualenc.data import PairDataset
-from dualenc.encoders import TextEncoder, train_tokenizer
+from dualenc.encoders import TextEncoder
 from dualenc.encoders.batchnorm import trained_norms
 from dualenc.encoders.dual import DualEncoder, Tower, unit_norm
 from dualenc.evaluation.report_page import Table, print_table
@@ -59,22 +55,13 @@ from dualenc.types import Inputs
 MIB = 2**20
 CACHED = {**OBJECTIVES, "NegativeCache": NegativeCache}
 CACHED["ExactGlobal"] = partial(ExactGlobal, corpus_chunk_size=64)
+CHUNK = 32
+"""Items whose activations gradient caching holds at once."""
 FINE_TUNED = [f"InfoNCE {size}" for size in (4, 8, 16, 32, 128)] + ["InfoNCE, cached by 8 128"]
 FINE_TUNED += ["SogCLR+ 8", "GlobalCache+ 8", "MomentumQueue 8", "ISIR 8"]
 STORES = [RESULTS / f"fine_tuning_memory{kind}.jsonl" for kind in ("", "_512", "_adapters")]
-
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
-GEMMA = {"model_type": "gemma3_text", "use_bidirectional_attention": True}
-SHAPES: dict[str, dict[str, Any]] = {
-    name: kind | dict(zip(SIZES, sizes))
-    for name, kind, *sizes in (
-        ("Qwen3-Embedding-0.6B", {"model_type": "qwen3"}, 151_669, 1024, 3072, 28, 16, 8, 128),
-        ("EmbeddingGemma", GEMMA, 262_144, 768, 1152, 24, 3, 1, 256),
-        ("ModernBERT-large", {"model_type": "modernbert"}, 50_368, 1024, 2624, 28, 16),
-        ("ModernBERT-base", {"model_type": "modernbert"}, 50_368, 768, 1152, 22, 12),
-    )
-}
+STEPS = 5
+"""Steps of fine-tuning. The profile ends in the last: after it the trainer saves, in memory."""
 
 
 class Net(Tower):
@@ -106,19 +93,18 @@ def num_bytes(inputs: Inputs) -> int:
     return sum(tensor.nbytes for tensor in inputs.values())
 
 
-def peak_of_batch(settings: Settings) -> Outcome:
-    """Train some steps; return peak memory and the size of a batch's inputs, in MiB."""
+def peak_of_batch(
+    encoder: str, size: int, name: str, batch_size: int, num_items: int
+) -> tuple[float, float]:
+    """Train two steps; return peak memory and the size of a batch's inputs, in MiB."""
     torch.manual_seed(0)
-    encoder, size, batch_size = (settings[key] for key in ("encoder", "size", "batch_size"))
-    device, num_items = torch.device(settings["device"]), settings["num_items"]
-    tower = Net(encoder, size)
-    kind = "image" if encoder == "resnet18" else "query-document"
-    model = DualEncoder(tower, tower, kind=kind).train().to(device)
-    new_objective = CACHED[settings["objective"]]
-    objective = new_objective(num_left=num_items, views=encoder == "resnet18").to(device)
+    tower, views = Net(encoder, size), encoder == "resnet18"
+    model = DualEncoder(tower, tower, kind="image" if views else "query-document").train()
+    objective = CACHED[name](num_left=num_items, views=views)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    for _ in range(settings["steps"]):
-        encoding = CachedEncoding(model, device, chunk_size=settings["chunk_size"])
+    # Chains have a state from the second step on.
+    for _ in range(2):
+        encoding = CachedEncoding(model, torch.device("cpu"), chunk_size=CHUNK)
         inputs = [random_inputs(encoder, batch_size, size) for _ in range(2)]
         kept = list(map(num_bytes, inputs))
 
@@ -128,57 +114,42 @@ def peak_of_batch(settings: Settings) -> Outcome:
                 kept.append(num_bytes(outside))  # noqa: B023 - called within this iteration
             return encoding.encode(side, outside, out_of_batch=True)
 
-        ids = torch.randperm(num_items, device=device)[:batch_size]
+        ids = torch.randperm(num_items)[:batch_size]
         left, right = encoding.encode("left", inputs[0]), encoding.encode("right", inputs[1])
         encoding.backward(objective(left, right, ids, encode=encode).loss)
         optimizer.step()
         optimizer.zero_grad()
-    if device.type == "cuda":
-        return {"peak": torch.cuda.max_memory_allocated(device) / MIB, "inputs": 0.0}
     # Of this process alone; what getrusage returns, a process may inherit from its parent.
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    peak = int(status.partition("VmHWM:")[2].split()[0]) / 1024
-    return {"peak": peak, "inputs": sum(kept) / MIB}
+    return memory_of_process("VmHWM"), sum(kept) / MIB
 
 
 def batches(
     encoder: Literal["minilm", "resnet18", "linear"] = "minilm",
     batch_sizes: list[int] = [32, 4096],  # noqa: B006 - a default for the command line, never changed
     objectives: list[str] = list(CACHED),  # noqa: B006
-    chunk_size: int = 32,
     size: int | None = None,
-    num_items: int | None = None,
-    steps: int = 2,
-    device: str = "cpu",
 ) -> None:
-    """Print a table of objectives and batch sizes.
+    """Print a table of objectives and batch sizes; a corpus is twice the largest batch.
 
     Args:
         batch_sizes: pairs per step; ratios are to the first.
         size: tokens of a text (128 by default), or pixels of an image's side (64).
-        num_items: N, size of the corpus; by default twice the largest batch.
-        steps: training steps; chains have a state from the second on.
     """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    shared = {"encoder": encoder, "size": size or {"minilm": 128}.get(encoder, 64), "steps": steps}
-    shared |= {"chunk_size": chunk_size, "num_items": num_items or 2 * max(batch_sizes)}
-    table = []
+    size, table = size or {"minilm": 128}.get(encoder, 64), []
     for name in objectives:
-        first: Outcome = {}
+        found = []
         for batch_size in batch_sizes:
-            settings = {**shared, "device": device, "objective": name, "batch_size": batch_size}
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                found = pool.submit(peak_of_batch, settings).result()
-            first = first or found
-            without = (found["peak"] - found["inputs"]) / (first["peak"] - first["inputs"])
-            cells = {"objective": name, "B": batch_size, "peak, MiB": found["peak"]}
-            cells |= {"ratio": found["peak"] / first["peak"], "inputs, MiB": found["inputs"]}
-            table.append(cells | {"ratio without": without})
-            print(table[-1], file=sys.stderr, flush=True)
-    print_table(Table(", ".join(f"{key} {value}" for key, value in shared.items()), table))
+            work = (encoder, size, name, batch_size, 2 * max(batch_sizes))
+            peak, inputs = in_new_process(peak_of_batch, *work)
+            found.append((peak, peak - inputs))
+            row = {"objective": name, "B": batch_size, "peak, MiB": peak, "inputs, MiB": inputs}
+            ratios = [own / first for own, first in zip(found[-1], found[0], strict=True)]
+            table.append({**row, "ratio": ratios[0], "ratio without": ratios[1]})
+    print_table(Table(f"{encoder}, size {size}, chunks of {CHUNK}", table))
 
 
-def peak_of_training(model: str, data: PairDataset, steps: int, settings: Settings) -> Outcome:
+def peak_of_training(model: str, data: PairDataset, settings: Settings) -> Outcome:
     """Return what a short training holds beside the weights, before it saves."""
     # The trainer leaves cycles, which would hold the last model.
     gc.collect()
@@ -186,42 +157,21 @@ def peak_of_training(model: str, data: PairDataset, steps: int, settings: Settin
     adapters = {"dtype": "bfloat16", "gradient_checkpointing": True} if rank else {}
     encoder = TextEncoder(model, max_length=settings["tokens"], lora_rank=rank, **adapters)
     weights = sum(one.nbytes for one in encoder.parameters())
-    objective = objective_of(name)(
-        temperature=0.05, num_left=data.num_left, num_right=data.num_right
-    )
-    trainer = {
-        "batch_size": settings["batch_size"],
-        "mixed_precision": "bf16",
-        "deterministic": True,
-    }
-    trainer |= TRAINER.get(name, {})
+    sizes = {"num_left": data.num_left, "num_right": data.num_right}
+    objective = objective_of(name)(temperature=0.05, **sizes)
+    trainer = {"batch_size": settings["batch_size"], "mixed_precision": "bf16"}
+    trainer |= {"deterministic": True, **TRAINER.get(name, {})}
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    peaks: list[int] = []
-
-    def train_once(steps: int, before_loss: Callable[[], None]) -> None:
-        watch(objective, before_loss)
-        # The last step is there for this call: after it the trainer saves, which takes memory.
-        losses = itertools.count(1)
-        watch(objective, lambda: stop() if next(losses) == steps else None)
-        train(encoder, data, objective, max_steps=steps, **trainer)
-
-    def stop() -> None:
-        if ON_GPU:
-            peaks.append(torch.cuda.max_memory_allocated() - weights)
-        else:
-            profiler.stop()
-
-    if ON_GPU:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        profiler.start()
-    milliseconds = 1000 * seconds_per_step(train_once, 1, steps) / settings["batch_size"]
-    shown = {"weights, MiB": round(weights / MIB)}
-    if ON_GPU:
-        return shown | {"MiB": round(peaks[0] / MIB), "ms per pair": round(milliseconds, 1)}
+    losses = itertools.count(1)
+    objective.register_forward_pre_hook(
+        lambda *_: profiler.stop() if next(losses) == STEPS else None
+    )
+    profiler.start()
+    train(encoder, data, objective, max_steps=STEPS, **trainer)
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda each: each.start_ns())
     changes = [each.nbytes() for each in events if each.name() == "[memory]"]
-    return shown | {"MiB": round(max(itertools.accumulate(changes)) / MIB)}
+    peak = max(itertools.accumulate(changes))
+    return {"weights, MiB": round(weights / MIB), "MiB": round(peak / MIB)}
 
 
 def fine_tuning(
@@ -231,32 +181,22 @@ def fine_tuning(
     pairs: int = 1536,
     tokens: int = 32,
     lora_rank: int = 0,
-    steps: int = 3,
     out: Path = Path(os.devnull),
 ) -> None:
     """Print the memory of each row.
 
     Args:
-        model: folder or hub name of a text encoder, or a name of `SHAPES`.
         pairs: pairs of the data, for the tables of objectives.
         lora_rank: adapters over bf16 weights, with gradient checkpointing, in place of all weights.
-        steps: over which a pair's time is taken; a training has one before them and one after.
     """
     data = some_of(beginnings(folder, words=tokens)[0], pairs)
     if lora_rank:
         sides = (as_long(texts, tokens) for texts in (data.left_items, data.right_items))
         data = PairDataset(*sides, data.left_id, data.right_id)
     shared = {"model": Path(model).name, "tokens": tokens, "lora_rank": lora_rank}
-    wanted = []
-    for row in rows:
-        objective, _, batch_size = row.rpartition(" ")
-        wanted.append({"objective": objective, "batch_size": int(batch_size), **shared})
-    with tempfile.TemporaryDirectory() as temporary:
-        if model in SHAPES:
-            tokenizer = train_tokenizer(data.right_items[:500], 8000)
-            TextEncoder(config=SHAPES[model], tokenizer=tokenizer).save(temporary)
-            model = temporary
-        outcomes = Store(out).get(wanted, partial(peak_of_training, model, data, steps))
+    split = [row.rpartition(" ") for row in rows]
+    wanted = [{"objective": name, "batch_size": int(size), **shared} for name, _, size in split]
+    outcomes = Store(out).get(wanted, partial(peak_of_training, model, data))
     table = [settings | outcome for settings, outcome in zip(wanted, outcomes, strict=True)]
     print_table(Table("Beside the weights", table))
 

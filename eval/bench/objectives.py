@@ -65,6 +65,8 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "GlobalCache, pool=65536": partial(GlobalCache, pool=65_536),
     "NegativeCache": partial(NegativeCache, refresh=0.0),
 }
+CHUNK = 64
+"""Items that a model encodes at once."""
 WRITTEN = 1 << 16
 """Embeddings that are written at once, and that items share."""
 # Items of both sides.
@@ -94,11 +96,9 @@ def new_step(
         return embeddings(ids).requires_grad_()
 
     def step() -> None:
-        rows = torch.randperm(len(visited), generator=draw)[:batch_size]
-        ids = visited[rows].to(vectors.device)
+        ids = visited[torch.randperm(len(visited), generator=draw)[:batch_size]]
         left, right = (embeddings(ids).detach().requires_grad_() for _ in range(2))
-        right_id = None if paired else ids
-        objective(left, right, ids, right_id, encode=encode).loss.backward()
+        objective(left, right, ids, None if paired else ids, encode=encode).loss.backward()
 
     return step, asked
 
@@ -115,8 +115,7 @@ class Operations(TorchDispatchMode):
 
 def least_seconds(run: Callable[[], Any], repeats: int) -> float:
     """Return the least time of a call, after one to warm up: other work only adds to it."""
-    clock = quietest_clock(0 if torch.cuda.is_initialized() else torch.get_num_threads())
-    return min(in_turn({"run": run}, repeats, 1, clock)[0]["run"])
+    return min(in_turn({"run": run}, repeats, 1, quietest_clock(torch.get_num_threads()))[0]["run"])
 
 
 def model_seconds(
@@ -159,9 +158,7 @@ def steps(
     num_left: int | None = None,
     objectives: list[str] = list(OBJECTIVES),  # noqa: B006
     item_size: int = 64,
-    chunk_size: int = 64,
     repeats: int = 5,
-    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Print a row per batch size, size of the corpus, and objective.
 
@@ -171,28 +168,22 @@ def steps(
         dimension: D, without an encoder.
         num_left: items on the left, such as queries; by default N.
         item_size: pixels of an image's side, or tokens of a text.
-        chunk_size: items encoded at once (on a large GPU choose 2B, the whole batch).
         repeats: timed steps.
     """
     torch.manual_seed(0)
     views, table = encoder == "resnet18", []
     if encoder:
         backbone, dimension = new_backbone(encoder)
-        backbone.to(device)
     for batch_size, num_items in itertools.product(batch_sizes, sizes):
-        vectors = normalize(torch.randn(min(num_items, WRITTEN), dimension)).to(device)
-        shape = (min(chunk_size, 2 * batch_size), *[3, item_size] * views, item_size)
+        vectors = normalize(torch.randn(min(num_items, WRITTEN), dimension))
+        shape = (min(CHUNK, 2 * batch_size), *[3, item_size] * views, item_size)
         chunk = torch.randn(shape) if views else torch.randint(30000, shape)
-        times = (0.0, 0.0, 0.0)
-        if encoder:
-            times = model_seconds(backbone, chunk.to(device), batch_size, repeats)
-        counts = {"num_left": num_left or num_items} | (
-            {"num_right": num_items} if num_left else {}
-        )
+        times = model_seconds(backbone, chunk, batch_size, repeats) if encoder else (0.0, 0.0, 0.0)
+        right = {"num_right": num_items} if num_left else {}
         reference = 0.0
         for name in dict.fromkeys(["InfoNCE", *objectives]):
             before = Process().memory_info().rss
-            objective = OBJECTIVES[name](views=views, **counts).to(device)
+            objective = OBJECTIVES[name](views=views, num_left=num_left or num_items, **right)
             if not encoder:
                 fill(objective, dimension)
             step, asked = new_step(objective, vectors, batch_size, paired=num_left is None)
@@ -203,20 +194,25 @@ def steps(
             asked.clear()
             own = least_seconds(step, repeats)
             graphs, no_graphs = (asked[kind] / (repeats + 1) for kind in (True, False))
-            cells = {"B": batch_size, "N": num_items, "objective": name}
-            cells |= {"operations": operations.count, "ms": 1000 * own}
-            cells |= {"encodes": graphs + no_graphs, "state, MB": state_bytes(objective) / 1e6}
-            cells["memory, MB"] = (Process().memory_info().rss - before) / 1e6
-            whole = times[objective.needs_encode] + own
-            encodes = times[2] * (graphs + no_graphs / 3)
-            reference = reference or whole
-            cells["ratio"] = whole / reference
+            model = times[objective.needs_encode]
+            reference = reference or model + own
+            row = {
+                "B": batch_size,
+                "N": num_items,
+                "objective": name,
+                "operations": operations.count,
+                "ms": 1000 * own,
+                "encodes": graphs + no_graphs,
+                "state, MB": state_bytes(objective) / 1e6,
+                "memory, MB": (Process().memory_info().rss - before) / 1e6,
+                "ratio": (model + own) / reference,
+            }
             if encoder:
-                cells["model, ms"] = 1000 * times[objective.needs_encode]
-                cells["with encodes"] = (whole + encodes) / reference
-            table.append(cells)
+                whole = model + own + times[2] * (graphs + no_graphs / 3)
+                row |= {"model, ms": 1000 * model, "with encodes": whole / reference}
+            table.append(row)
     threads = f"{torch.get_num_threads()} threads"
-    print_table(Table(f"{encoder or 'no encoder'} on {device}, {threads}, D = {dimension}", table))
+    print_table(Table(f"{encoder or 'no encoder'}, {threads}, D = {dimension}", table))
     return table
 
 

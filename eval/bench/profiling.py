@@ -13,7 +13,6 @@ import torch
 from in_turn import in_turn
 from torch import nn
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,24 +25,14 @@ from dualenc.training.loader import BatchLoader
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 """Device that the trainers compute on."""
-LAUNCH = re.compile(r"cu(da)?(Launch|GraphLaunch)")
-HOST_WAIT = re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy$")
+COUNTED = {
+    "launches": re.compile(r"cu(da)?(Launch|GraphLaunch)"),
+    "host waits": re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy$"),
+}
 END = "end of the profile"
-NUM_BATCHES = 3
-"""Batches over which the operations of a step are counted: texts differ in length."""
 
 Train = Callable[[int, Callable[[], None]], None]
 """`train(steps, before_loss)` trains, and calls `before_loss` before every loss."""
-
-
-def nothing() -> None:
-    """Do nothing before a loss."""
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if ON_GPU:
-        torch.cuda.synchronize()
 
 
 def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
@@ -55,7 +44,7 @@ def train_between(train: Train, first: int, steps: int, begin: Callable, end: Ca
     """Train, and call two functions: before loss number `first`, and `steps` losses later."""
     losses = itertools.count()
     actions = {first: begin, first + steps: end}
-    train(first + steps + 1, lambda: actions.get(next(losses), nothing)())
+    train(first + steps + 1, lambda: actions.get(next(losses), lambda: None)())
 
 
 def seconds_per_step(train: Train, first: int, steps: int) -> float:
@@ -63,7 +52,8 @@ def seconds_per_step(train: Train, first: int, steps: int) -> float:
     readings = []
 
     def read() -> None:
-        synchronize()
+        if ON_GPU:
+            torch.cuda.synchronize()
         readings.append(time.perf_counter())
 
     train_between(train, first, steps, read, read)
@@ -76,7 +66,8 @@ def profile_steps(train: Train, first: int, steps: int) -> profile:
     profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
 
     def start() -> None:
-        synchronize()
+        if ON_GPU:
+            torch.cuda.synchronize()
         profiler.start()
 
     def stop() -> None:
@@ -90,38 +81,13 @@ def profile_steps(train: Train, first: int, steps: int) -> profile:
 
 
 def counts(profiler: profile) -> dict[str, int]:
-    """Return launches and, on a GPU, kernels and host waits.
-
-    On a GPU a launch is a call that starts a kernel or a CUDA graph; kernels of a graph are counted
-    one by one. On a CPU a launch is an operator (aten) that no other one calls; compiled code has
-    few.
-    """
-    events = list(profiler.events())
+    """Return launches and host waits on a GPU; a launch starts a kernel or a CUDA graph."""
     if not ON_GPU:
-        return {"launches": sum(map(is_top_operator, events))}
-    end = next(event.time_range.start for event in events if event.name == END)
-    on_host = [event for event in events if event.device_type == DeviceType.CPU]
-    calls = [event.name for event in on_host if event.time_range.start < end]
-    return {
-        "launches": sum(LAUNCH.match(call) is not None for call in calls),
-        "kernels": sum(map(is_kernel, events)),
-        "host waits": sum(HOST_WAIT.match(call) is not None for call in calls),
-    }
-
-
-def is_top_operator(event: FunctionEvent) -> bool:
-    """Return True for an operator that no other operator calls."""
-    callers, caller = [], event.cpu_parent
-    while caller is not None:
-        callers.append(caller.name)
-        caller = caller.cpu_parent
-    return event.name.startswith("aten::") and not any(n.startswith("aten::") for n in callers)
-
-
-def is_kernel(event: FunctionEvent) -> bool:
-    """Return True for a kernel on the GPU."""
-    on_gpu = event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    return on_gpu and not event.name.startswith(("Memcpy", "Memset"))
+        return {}
+    on_host = [each for each in profiler.events() if each.device_type == DeviceType.CPU]
+    end = next(each.time_range.start for each in on_host if each.name == END)
+    calls = [each.name for each in on_host if each.time_range.start < end]
+    return {what: sum(map(bool, map(call.match, calls))) for what, call in COUNTED.items()}
 
 
 def write_profile(profiler: profile, folder: Path, name: str) -> None:
@@ -138,7 +104,8 @@ def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float
     """Return the floating-point operations of a step, forward and backward, as we train."""
     model.to(DEVICE).train()
     loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
-    plan = RandomBatches(len(pairs), batch_size).select(0)[:NUM_BATCHES]
+    # Several, for texts differ in length.
+    plan = RandomBatches(len(pairs), batch_size).select(0)[:3]
     with FlopCounterMode(display=False) as counter:
         for rows in plan:
             batch = loader.build(rows, epoch=0)

@@ -31,8 +31,8 @@ from torch.nn.functional import normalize
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from frame import command_line
-from in_turn import in_turn, quietest_clock, rows_of
-from vectors import around, map_random, memory_of_process, near, write_embeddings
+from in_turn import in_turn, memory_of_process, quietest_clock, rows_of
+from vectors import around, map_random, near, write_embeddings
 
 from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import FrozenCorpus, frozen_corpus

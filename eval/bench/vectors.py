@@ -1,4 +1,4 @@
-"""Synthetic unit vectors near centers or anywhere, files of them, and the memory they take."""
+"""Synthetic unit vectors near centers or anywhere, and files of them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,3 @@ def map_random(file: Path, count: int, dim: int, draw: Draw) -> np.ndarray:
         block = vectors[start : start + 2**16]
         block[:] = near(np.zeros(block.shape, np.float32), 1, draw)
     return vectors
-
-
-def memory_of_process() -> float:
-    """Return the MiB of this process that are in no file."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.partition("RssAnon:")[2].split()[0]) / 1024

@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,10 +60,7 @@ def texts(settings: Settings, count: int, folder: Path) -> Workload:
         from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
         from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
         from sentence_transformers.sentence_transformer import losses
-        from transformers import PrinterCallback
-        from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()
         model = SentenceTransformer(default_model())
         model.max_seq_length = settings["text_length"]
         loss = losses.MultipleNegativesRankingLoss(model)
@@ -75,12 +71,9 @@ def texts(settings: Settings, count: int, folder: Path) -> Workload:
         work = {"per_device_train_batch_size": size, "dataloader_num_workers": workers}
         work |= {"max_steps": steps, "learning_rate": 1e-4, "bf16": bf16, "use_cpu": not ON_GPU}
         quiet = {"save_strategy": "no", "report_to": "none", "logging_strategy": "no"}
-        folder_of_run = tempfile.mkdtemp(dir=folder)
-        arguments = Arguments(folder_of_run, disable_tqdm=True, **work, **quiet)
+        arguments = Arguments(tempfile.mkdtemp(dir=folder), disable_tqdm=True, **work, **quiet)
         data = Dataset.from_dict({"anchor": left, "positive": right})
-        trainer = SentenceTransformerTrainer(model, arguments, data, loss=loss)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+        SentenceTransformerTrainer(model, arguments, data, loss=loss).train()
 
     new_model = partial(TextEncoder, default_model(), max_length=settings["text_length"])
     return Workload(PairDataset(left, right), new_model, rival)
@@ -107,20 +100,19 @@ def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
         from open_clip.model import CLIP as Model
         from open_clip.transform import image_transform
         from open_clip_train.data import get_csv_dataset
+        from open_clip_train.params import parse_args
         from open_clip_train.train import train_one_epoch
 
         files = [str(folder / name) for name in images.names]
         rows = itertools.cycle(zip(files, captions, strict=True))
         with (folder / "pairs.csv").open("w", newline="") as table:
             few = itertools.islice(rows, steps * settings["batch_size"])
-            csv.writer(table).writerows([("image", "caption"), *few])
-        absent = ("distill", "distributed", "horovod", "wandb", "rank", "local_rank")
-        options: dict[str, Any] = dict.fromkeys(absent, 0) | {"world_size": 1, "accum_freq": 1}
-        options |= {"csv_img_key": "image", "csv_caption_key": "caption", "csv_separator": ","}
-        options |= {"train_data": str(folder / "pairs.csv"), "device": str(DEVICE)}
-        options |= {"batch_size": settings["batch_size"], "workers": settings["workers"]}
-        options |= {"grad_clip_norm": 1.0, "log_every_n_steps": 10, "skip_scheduler": True}
-        arguments = SimpleNamespace(precision="amp_bf16" if bf16 else "fp32", **options)
+            csv.writer(table).writerows([("filepath", "title"), *few])
+        arguments = parse_args(["--csv-separator=,", "--skip-scheduler", "--log-every-n-steps=10"])
+        own = {key: settings[key] for key in ("batch_size", "workers")} | {"grad_clip_norm": 1.0}
+        own |= {"train_data": str(folder / "pairs.csv"), "device": str(DEVICE), "world_size": 1}
+        own |= dict.fromkeys(("distill", "distributed", "wandb", "rank", "local_rank"), 0)
+        vars(arguments).update(own, precision="amp_bf16" if bf16 else "fp32")
         model = Model(**CLIP, output_dict=True).to(DEVICE)
         transform = image_transform(CLIP["vision_cfg"]["image_size"], is_train=True)
         tokenizer = SimpleTokenizer(context_length=CLIP["text_cfg"]["context_length"])
