@@ -18,7 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from frame import command_line
-from vectors import around, near
+from search import around, near
 
 from dualenc.batching import RandomBatches, SpectralBatches, batch_losses
 from dualenc.evaluation.report_page import Table, print_table

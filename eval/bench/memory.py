@@ -7,17 +7,13 @@
     python eval/bench/memory.py report
 
 batches: the peak as the batch grows, over that of the smallest. Every measurement is a process: its
-peak resident memory, Python and torch included. glibc is told to return what is freed at once: what
-it would keep for later can be another 0.1 to 0.5 of the first batch's memory. The inputs that a
-step keeps, out-of-batch ones included, are in the peak, as they are in training; the last column
-leaves them out. MiniLM and ResNet-18 (on two views, its BatchNorm frozen) have random weights and
-inputs. The linear encoder holds next to nothing: what is left is the objective, the strictest
-comparison and a fast one.
+peak resident memory, Python and torch included. The inputs that a step keeps, out-of-batch ones
+included, are in the peak, as they are in training; the last column leaves them out. MiniLM and
+ResNet-18 (on two views, its BatchNorm frozen) have random weights and inputs. The linear encoder
+holds next to nothing: what is left is the objective, the strictest comparison and a fast one.
 
 fine_tuning: the peak of what torch holds beside the weights, on a CPU. MODEL is a text encoder,
-trained in bf16 on beginnings of texts. A row is an objective of `rows.py` and a batch size. With
---lora_rank every text is repeated until it is as long as the longest: large encoders are chosen for
-long texts.
+trained in bf16 on beginnings of texts. A row is an objective of `rows.py` and a batch size.
 """
 
 from __future__ import annotations
@@ -135,6 +131,7 @@ def batches(
         batch_sizes: pairs per step; ratios are to the first.
         size: tokens of a text (128 by default), or pixels of an image's side (64).
     """
+    # glibc returns what is freed at once, and keeps none of it for later.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     size, table = size or {"minilm": 128}.get(encoder, 64), []
     for name in objectives:
@@ -202,7 +199,7 @@ def fine_tuning(
 
 
 def as_long(texts: Sequence[str], words: int) -> list[str]:
-    """Return each text repeated until it has this many words."""
+    """Return each text repeated until it has this many words: adapters are for long ones."""
     parts = [text.split() or ["none"] for text in texts]
     return [" ".join((own * (1 + words // len(own)))[:words]) for own in parts]
 

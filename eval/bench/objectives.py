@@ -7,21 +7,15 @@
 
 steps: an objective is timed alone, forward and backward, on random embeddings, those of items
 outside the batch included; without an encoder caches are full. The least time is taken; on one
-thread the clock is CPU time, which other processes disturb little. "operations" counts kernels and
-views, which is what launching costs on a GPU. Memory is what the process has grown by since before
-the objective was built (what an earlier one has left is used first: time one at a time).
-
-With --encoder, ratio = (model + objective) / (model + InfoNCE), where the model encodes 2B items,
-forward and backward chunk by chunk, and is updated once; for objectives that ask for items outside
-the batch it also notes BatchNorm's statistics, as training does. "with encodes" adds the model's
-time for those items, normalized by the batch's statistics (a third of it without gradient).
-ResNet-18 trains on two views, MiniLM on pairs of texts.
+thread the clock is CPU time. "operations" counts kernels and views, which is what launching costs
+on a GPU. Memory is what the process has grown by since before the objective was built (what an
+earlier one has left is used first: time one at a time). With --encoder, ratio = (model + objective)
+/ (model + InfoNCE); "with encodes" adds the model's time for items outside the batch.
 
 state: what well-known corpora take on each rank: that of two small ones, extrapolated.
 
-items: how long images outside the batch take to read, by the number of workers. Images are JPEG
-files of noise, half as large again as the views, of which each request is a random sample; views
-are SimCLR's. The network is a mean of pixels: what is timed is reading and preparing.
+items: how long images outside the batch take to read, by the number of workers: JPEG files of noise
+through SimCLR's views. The network is a mean of pixels: what is timed is reading and preparing.
 """
 
 from __future__ import annotations

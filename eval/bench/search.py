@@ -16,7 +16,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from frame import command_line
 from in_turn import in_turn, memory_of_process, quietest_clock, rows_of
-from vectors import around, map_random, near, write_embeddings
 
 from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import FrozenCorpus, frozen_corpus
 from dualenc.search import Embeddings, Index, exact_search
+from dualenc.search.embed.writer import EmbeddingWriter
 from dualenc.search.engines.factory import push_embeddings
 from dualenc.search.engines.filter_recall import QUERIES, Workload, tune
 from dualenc.search.engines.postgres_settings import default_settings
@@ -45,6 +45,48 @@ from dualenc.search.index.kinds import parse_bytes
 
 FACTORIES = ("Flat", "IVF256,Flat", "HNSW16", "IVF256,PQ16x4")
 nearest = partial(faiss.knn, k=10, metric=faiss.METRIC_INNER_PRODUCT)
+
+
+def near(points: np.ndarray, noise: float, draw: np.random.Generator) -> np.ndarray:
+    """Return a float32 unit vector near each point, (N, D); components have Gaussian noise."""
+    vectors = points + noise * draw.standard_normal(points.shape, dtype=points.dtype)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    return vectors.astype(np.float32, copy=False)
+
+
+def around(centers: np.ndarray, count: int, noise: float, draw: np.random.Generator) -> np.ndarray:
+    """Return unit vectors (count, D), each near one of the centers (C, D)."""
+    return near(centers[draw.integers(len(centers), size=count)], noise, draw)
+
+
+class Numbered(Sequence[str]):
+    """The ids d0, d1, …, which are never all in memory."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = range(count)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        return [f"d{i}" for i in self.rows[row]] if isinstance(row, slice) else f"d{self.rows[row]}"
+
+
+def write_embeddings(
+    folder: Path, count: int, dim: int, dtype: str, block: Callable[[range], np.ndarray]
+) -> Embeddings:
+    """Write the vectors that `block` returns for ranges of rows, like `dualenc embed`."""
+    writer = EmbeddingWriter(folder, Numbered(count), dim, dtype, {"normalized": True})
+    return writer.write_all(lambda number: (block(writer.ranges[number]), []))
+
+
+def map_random(file: Path, count: int, dim: int, draw: np.random.Generator) -> np.ndarray:
+    """Write random unit vectors (count, D) in half precision, and map the file into memory."""
+    vectors = np.lib.format.open_memmap(file, "w+", np.float16, (count, dim))
+    for start in range(0, count, 2**16):
+        block = vectors[start : start + 2**16]
+        block[:] = near(np.zeros(block.shape, np.float32), 1, draw)
+    return vectors
 
 
 def index(

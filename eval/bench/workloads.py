@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from profiling import DEVICE, ON_GPU, watch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
@@ -35,6 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from frame import Settings
 from tasks import default_model
 
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+"""Device that the trainers compute on."""
 VIEW_SIZE = 32
 CLIP: dict[str, Any] = {
     "embed_dim": 256,
@@ -49,6 +51,11 @@ class Workload(NamedTuple):
     pairs: PairDataset
     new_model: Callable[[], DualEncoder]
     rival: Callable[[bool, int, Callable[[], None]], None]
+
+
+def watch(loss: nn.Module, before_loss: Callable[[], None]) -> None:
+    """Have a loss call `before_loss` whenever it is computed."""
+    loss.register_forward_pre_hook(lambda *_: before_loss())
 
 
 def texts(settings: Settings, count: int, folder: Path) -> Workload:

@@ -9,7 +9,7 @@ from tests.helpers.eval_scripts import load_script
 
 
 def test_vectors_near_centers_have_the_length_and_noise_that_were_asked_for() -> None:
-    vectors = load_script("bench/vectors.py")
+    vectors = load_script("bench/search.py")
     centers = np.random.default_rng(0).standard_normal((3, 4000), dtype=np.float32)
     found = vectors.around(centers, 20, 0.5, np.random.default_rng(1))
     directions = centers / np.linalg.norm(centers, axis=1, keepdims=True)

@@ -11,10 +11,10 @@ from tests.helpers.eval_scripts import load_script
 
 
 def test_clock_is_read_at_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiling, now = load_script("bench/profiling.py"), iter([10.0, 13.0])
-    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    script, now = load_script("bench/training.py"), iter([10.0, 13.0])
+    monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     steps = range(4)
-    assert profiling.seconds_per_step(lambda _, loss: [loss() for _ in steps], 1, 2) == 1.5
+    assert script.seconds_per_step(lambda _, loss: [loss() for _ in steps], 1, 2) == 1.5
 
 
 def test_stopped_run_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +27,9 @@ def test_stopped_run_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.Monkey
         return value
 
     measured = {"seconds_per_step": seconds_per_step, "profile_steps": lambda *_: None}
-    measured |= {"counts": lambda _: {"launches": 6}, "step_flops": lambda *_: 10}
+    measured |= {"counts": lambda *_: {"launches": 6}, "step_flops": lambda *_: 10}
     for name, function in {**measured, "matmul_rate": lambda *_: 100}.items():
-        monkeypatch.setattr(script.profiling, name, function)
+        monkeypatch.setattr(script, name, function)
     with pytest.raises(KeyboardInterrupt):
         script.run("views", 2, 1, rows=["InfoNCE", "SogCLR"], out=tmp_path / "runs.jsonl")
     runs = script.Store(tmp_path / "runs.jsonl").runs
