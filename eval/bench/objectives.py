@@ -109,7 +109,7 @@ class Operations(TorchDispatchMode):
 
 def least_seconds(run: Callable[[], Any], repeats: int) -> float:
     """Return the least time of a call, after one to warm up: other work only adds to it."""
-    return min(in_turn({"run": run}, repeats, 1, quietest_clock(torch.get_num_threads()))[0]["run"])
+    return min(in_turn({"run": run}, repeats, 1, quietest_clock)[0]["run"])
 
 
 def model_seconds(

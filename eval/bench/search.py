@@ -140,11 +140,8 @@ def use_threads(count: int | None) -> None:
 
 def compare(caption: str, runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Any]:
     """Print the times of calls, and return what each returned."""
-    # A GPU works outside of processor time.
-    threads = torch.get_num_threads()
-    clock = time.perf_counter if torch.cuda.is_available() else quietest_clock(threads)
-    times, results = in_turn(runs, repeats, 1, clock)
-    print_table(Table(f"{caption}, {threads} threads", rows_of(times)))
+    times, results = in_turn(runs, repeats, 1, quietest_clock)
+    print_table(Table(f"{caption}, {torch.get_num_threads()} threads", rows_of(times)))
     return results
 
 

@@ -160,7 +160,8 @@ def counts(profiler: profile, steps: int) -> dict[str, float]:
     on_host = [each for each in profiler.events() if each.device_type == DeviceType.CPU]
     end = next(each.time_range.start for each in on_host if each.name == END)
     calls = [each.name for each in on_host if each.time_range.start < end]
-    return {what: len([*filter(call.match, calls)]) / steps for what, call in COUNTED.items()}
+    matches = {what: list(filter(call.match, calls)) for what, call in COUNTED.items()}
+    return {what: len(matching) / steps for what, matching in matches.items()}
 
 
 def write_profile(profiler: profile, folder: Path, name: str) -> None:
@@ -168,8 +169,7 @@ def write_profile(profiler: profile, folder: Path, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(folder / f"{name}.json.gz"))
     order = "self_device_time_total" if ON_GPU else "self_cpu_time_total"
-    averages = profiler.key_averages()
-    operators = averages.table(sort_by=order, row_limit=40, max_name_column_width=80)
+    operators = profiler.key_averages().table(order, row_limit=40, max_name_column_width=80)
     (folder / f"{name}.txt").write_text(operators, encoding="utf-8")
 
 
@@ -303,8 +303,7 @@ def run(
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if unknown := sorted(set(rows).difference(ROWS)):
         raise SystemExit(f"rows {', '.join(unknown)} not known; choose from {', '.join(ROWS)}")
-    if idle := [row for row in rows if "+" in row and not measures_of(row)]:
-        print(f"not on this device: {', '.join(idle)}")
+    rows = [row for row in rows if "+" not in row or measures_of(row)]
     torch.set_num_threads(threads or torch.get_num_threads())
     # A training has the towers' code to itself; here all compiled rows share it.
     torch._dynamo.config.recompile_limit = 64
@@ -320,9 +319,7 @@ def run(
             work = WORKLOADS[name](settings, count, Path(folder))
             if len(work.pairs) < count:
                 print(f"{name}: {len(work.pairs)} pairs for {count}, so that some come again")
-            measure(
-                work, settings, [row for row in rows if row not in idle], repeats, profile, store
-            )
+            measure(work, settings, rows, repeats, profile, store)
     print_runs(store.runs[known:])
 
 
