@@ -3,6 +3,7 @@
     python eval/adapting.py run DATA VECTORS "[scifact,medquad]"          # for equal seconds
     python eval/adapting.py keep DATA VECTORS medquad "[scifact,papers]"  # a part of the weights
     python eval/adapting.py few DATA VECTORS medquad                      # with few pairs
+    python eval/adapting.py text DATA VECTORS scifact MODEL               # the text model itself
     python eval/adapting.py report --figures docs/figures
 
 DATA/NAME is a BEIR folder, and VECTORS/NAME/{corpus,queries} is what `dualenc embed` made of its
@@ -11,6 +12,11 @@ most 500 queries, is held out by documents, as `dualenc adapt` does. Test nDCG@1
 documents: of all queries, of those with a relevant document in training ("seen"), and of those with
 none in any pair of train.tsv ("new"). Each method is tuned on held-out queries with the first seed,
 τ and then the rate. A run keeps its best evaluation. Seconds are of one core, without evaluations.
+
+"text" trains the model that made the vectors, with settings that are not tuned. Its way "whole" is
+`SogCLR` with the positive in the softmax, and all documents are embedded again, in bfloat16.
+"queries" and "lora" are `FrozenCorpus`: the query tower whole, or adapters of rank 16, over the
+documents' vectors as they are.
 """
 
 from __future__ import annotations
@@ -18,24 +24,36 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
+import frame
 import numpy as np
 import torch
-from adapting_report import GROUPS, STORE, report
-from adapting_task import Task, scores_of, write_task
-from frame import Outcome, Settings, Store, command_line, scaled_rate, tune
+import toys
+from adapting_task import GROUPS, Task, scores_of, write_task
+from frame import Outcome, Run, Settings, Store
+from matplotlib.figure import Figure
 from torch import Tensor
 
-from dualenc.encoders import interpolate
+from dualenc.data import PairDataset, open_corpus
+from dualenc.data.readers.beir import read_beir
+from dualenc.encoders import IndexEncoder, TextEncoder, interpolate
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
+from dualenc.evaluation.plots import COLORS, as_svg
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.io.provenance import Provenance
+from dualenc.objectives import FrozenCorpus, InfoNCE, Objective, SogCLR
+from dualenc.search.embed.encode import embed
+from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.workflows.adapting import SHARES, best_share, score_interpolations
 
+STORE = frame.RESULTS / "adapting.jsonl"
 TEMPERATURES = (0.02, 0.03, 0.05, 0.1)
 RATES = (1e-3, 3e-4, 3e-3)
 """At a batch of 32; the first while τ is chosen."""
@@ -53,15 +71,12 @@ METHODS = {
     "InfoNCE, mined": (32, 0, 8),
 }
 """Batch size, documents drawn as negatives of a step, and negatives mined for each query."""
+NUMBERS = ("spent", "embedding", "done", "best", "share", "kept", "milliseconds")
+LEARNED = {"temperature": "τ", "rate": "rate", "block": "block", "least": "least"}
 
 
 class Training:
-    """A training of a map of queries, and its clock.
-
-    Args:
-        settings: method, map, temperature, rate, seed, and either steps or seconds.
-        objective: the objective; by default that of the method.
-    """
+    """A training of a map of queries, for a number of steps or seconds, and its clock."""
 
     def __init__(self, task: Task, settings: Settings, objective: Objective | None = None) -> None:
         self.task, self.settings = task, settings
@@ -71,7 +86,7 @@ class Training:
         self.original = task.new_map(settings["map"])
         self.model = copy.deepcopy(self.original)
         self.objective = objective or new_objective(task, settings)
-        self.rate = scaled_rate(settings["rate"], self.batch_size)
+        self.rate = frame.scaled_rate(settings["rate"], self.batch_size)
         weights = self.model.left.parameters()
         self.optimizer = torch.optim.AdamW(weights, self.rate, weight_decay=0.01)
         self.steps, self.seconds = 0, 0.0
@@ -188,15 +203,14 @@ def tune_and_train(
     digits = {"seconds": 1, "steps": None}
     short = {name: round(tuning * value, digits[name]) for name, value in length.items()}
 
-    def best(name: str, values: Sequence[float], **fixed: float) -> float:
-        def held_out(tried: list[tuple[str, float]]) -> list[float]:
-            own = [{**fixed, name: value, "seed": 0} for _, value in tried]
-            return [each["validation"] for each in trained(store, task, common | short, own)]
+    tuned: Settings = {"rate": RATES[0]}
 
-        return tune([name], values, held_out)[name]
+    def held_out(tried: list[tuple[str, float]]) -> list[float]:
+        own = [{**tuned, name: value, "seed": 0} for name, value in tried]
+        return [each["validation"] for each in trained(store, task, common | short, own)]
 
-    tuned = {"temperature": best("temperature", TEMPERATURES, rate=RATES[0])}
-    tuned["rate"] = best("rate", RATES, **tuned)
+    tuned |= frame.tune(["temperature"], TEMPERATURES, held_out)
+    tuned |= frame.tune(["rate"], RATES, held_out)
     own = [{**tuned, "seed": seed} for seed in range(SEEDS)]
     return tuned, trained(store, task, common | length, own)
 
@@ -248,10 +262,9 @@ def few(
     """Train with few pairs, by the exact loss and by InfoNCE for the same seconds."""
     store = Store(results)
     for size, seed in product(sizes, range(SEEDS)):
-        common = {"map": "dense", "temperature": temperature, "rate": rate}
         subset = {"pairs": size, "seed": seed}
         drawn = Task(data, vectors, task, **subset)
-        common |= subset
+        common = {"map": "dense", "temperature": temperature, "rate": rate, **subset}
         steps = max(MIN_STEPS, drawn.steps(epochs))
         [exact] = trained(store, drawn, common, [{"method": EXACT, "steps": steps}])
         seconds = max(0.1, round(exact["spent"], 1))
@@ -287,16 +300,155 @@ def keep(
         return found
 
     def measure(settings: Settings) -> Outcome:
-        by_seed = np.stack([curve[settings["keep"]][settings["on"]] for curve in curves()])
+        of_seeds = [curve[settings["keep"]][settings["on"]] for curve in curves()]
+        scores = np.stack(of_seeds).mean(axis=0)
         original = curves()[0][1.0][settings["on"]]
-        found = paired_bootstrap(original, by_seed.mean(axis=0))
-        interval = {"difference": found.difference, "low": found.low, "high": found.high}
+        interval = paired_bootstrap(original, scores)._asdict()
         rounded = {name: round(float(value), 4) for name, value in interval.items()}
-        return measured[settings["on"]].grouped(by_seed.mean(axis=0).tolist()) | rounded
+        return measured[settings["on"]].grouped(scores.tolist()) | rounded
 
     base = {"task": task, **common, "method": "keep", **length, **tuned}
     places = [{"on": name, "keep": share} for name in (task, *others) for share in SHARES]
     store.get([base | place for place in places], measure)
+
+
+def text(
+    data: Path,
+    vectors: Path,
+    task: str,
+    model: str,
+    way: Literal["whole", "queries", "lora"] = "whole",
+    epochs: int = 3,
+    temperature: float = 0.05,
+    rate: float = 8e-5,
+    tokens: int = 256,
+    seed: int = 0,
+    results: Path = STORE,
+) -> None:
+    """Train the text model `model`, which made the vectors, by batches of 32."""
+    opened = Task(data, vectors, task)
+    queries, test = open_corpus(data / task, part="queries"), read_beir(data / task)
+    text_of = dict(zip(queries.ids, queries.items, strict=True))
+    used, left_id = np.unique(opened.pairs[:, 0], return_inverse=True)
+    texts = [text_of[opened.query_ids[row]] for row in used.tolist()]
+
+    def measure(settings: Settings) -> Outcome:
+        torch.manual_seed(seed)
+        encoder = TextEncoder(model, max_length=tokens, lora_rank=16 if way == "lora" else 0)
+        documents, right_id = opened.documents.numpy(), opened.pairs[:, 1]
+        common = {"temperature": temperature, "positive_in_softmax": True, "num_left": len(texts)}
+        objective, modality = FrozenCorpus(documents, **common), "vector"
+        if way == "whole":
+            rows, right_id = np.unique(right_id, return_inverse=True)
+            items = dict(zip(test.corpus.ids, test.corpus.items, strict=True))
+            documents = [items[opened.index.ids[row]] for row in rows.tolist()]
+            objective, modality = SogCLR(gamma=0.5, num_right=len(rows), **common), "text"
+        else:
+            encoder = IndexEncoder(encoder, Provenance(dim=documents.shape[1]))
+        pairs = PairDataset(texts, documents, left_id, right_id, right_modality=modality)
+        options = {"epochs": epochs, "learning_rate": rate, "seed": seed}
+        adapted = frame.train(encoder, pairs, objective, mixed_precision="auto", **options)
+        index, begun, embedding = opened.index, time.process_time(), 0.0
+        if way == "whole":
+            with tempfile.TemporaryDirectory() as folder:
+                adapted.model.save(folder)
+                encoder = TextEncoder(folder, max_length=256).eval()
+            index = embed(encoder.right, test.corpus, autocast="bfloat16", progress=False)
+            embedding = time.process_time() - begun
+        evaluator = IndexEvaluator(test.queries, opened.test.qrels, index)
+        outcome = opened.grouped(scores_of(encoder, evaluator))
+        outcome |= {"spent": round(adapted.seconds, 1), "embedding": round(embedding, 1)}
+        return outcome | {"done": adapted.steps}
+
+    own = {"temperature": temperature, "rate": rate, "tokens": tokens, "seed": seed}
+    wanted = {"task": task, "method": f"text, {way}", "epochs": epochs} | own
+    Store(results).get([wanted], measure)
+
+
+def report(results: Path = STORE, figures: Path | None = None) -> None:
+    """Print tables of all runs, and draw the gain by share of the weights to a folder."""
+    runs = Store(results).runs
+    for task in dict.fromkeys(each.settings["task"] for each in runs):
+        own = [each for each in runs if each.settings["task"] == task]
+        own = [each for each in own if each.settings["method"] != "keep"]
+        for title, is_few in (("methods", False), ("few pairs", True)):
+            rows = rows_of([each for each in own if ("pairs" in each.settings) == is_few])
+            if rows:
+                print_table(Table(f"{task}: {title}", rows))
+    curves = curves_of(runs)
+    for (task, other), points in curves.items():
+        groups = GROUPS if task == other else GROUPS[:1]
+        rows = [
+            {"keep": settings["keep"]}
+            | {group: outcome[group] for group in groups if group in outcome}
+            | {"over unadapted": "{difference:+.3f} [{low:+.3f}, {high:+.3f}]".format(**outcome)}
+            for settings, outcome, _ in points
+        ]
+        print_table(Table(f"adapted to {task}, measured on {other}", rows))
+    if figures is not None and curves:
+        (figures / "adapt_keep.svg").write_text(as_svg(drawn(curves)))
+
+
+def rows_of(runs: Sequence[Run]) -> list[dict[str, object]]:
+    """Return a row for all seeds of the same settings; a single seed was only tried."""
+    # Subsets of few pairs have lengths of their own.
+    any_length = {"seconds": None, "steps": None}
+    runs = [
+        each._replace(settings=each.settings | any_length) if "pairs" in each.settings else each
+        for each in runs
+    ]
+    rows = []
+    for own in frame.by_seed(runs):
+        settings, first, _ = own[0]
+        if len(own) == 1 and not settings["method"].startswith(("unadapted", "text")):
+            continue
+        outcomes = [each.outcome for each in own]
+        last = [outcome.get("last", {}) for outcome in outcomes]
+        cells = {name: settings.get(name) for name in ("method", "map", "pairs")}
+        cells |= {group: mean_spread(outcomes, group) for group in GROUPS}
+        cells |= {f"last, {group}": mean_spread(last, group) for group in GROUPS}
+        cells |= {name: mean_spread(outcomes, name, 2) for name in NUMBERS}
+        cells["queries"] = " / ".join(str(first[f"{group} queries"]) for group in GROUPS)
+        cells |= {label: settings.get(name) for name, label in LEARNED.items()}
+        rows.append({name: cell for name, cell in cells.items() if cell is not None})
+    return rows
+
+
+def mean_spread(outcomes: Sequence[Outcome], name: str, digits: int = 3) -> str | None:
+    """Return mean and standard deviation of a number, where outcomes have it."""
+    present = [outcome[name] for outcome in outcomes if name in outcome]
+    return frame.spread(present, digits).removesuffix(" (one seed)") if present else None
+
+
+def curves_of(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
+    """Return runs by what queries were adapted to and measured on, in the order of `keep`."""
+    shares = [each for each in runs if each.settings["method"] == "keep"]
+    curves: dict[tuple[str, str], list[Run]] = {}
+    for each in sorted(shares, key=lambda each: each.settings["keep"]):
+        curves.setdefault((each.settings["task"], each.settings["on"]), []).append(each)
+    return curves
+
+
+def drawn(curves: dict[tuple[str, str], list[Run]]) -> Figure:
+    """Draw the gain over unadapted queries by share with its interval, a panel for each task."""
+    tasks, measured = (list(dict.fromkeys(names)) for names in zip(*curves, strict=True))
+    figure = Figure(figsize=(3.6 * len(tasks), 3.4), layout="constrained")
+    panels = dict(zip(tasks, figure.subplots(1, len(tasks), squeeze=False)[0], strict=True))
+    for (other, color), task in product(zip(measured, COLORS), tasks):
+        if points := curves.get((task, other)):
+            x = [1 - each.settings["keep"] for each in points]
+            names = ("low", "difference", "high")
+            low, middle, high = ([each.outcome[name] for each in points] for name in names)
+            panels[task].plot(x, middle, marker="o", markersize=3, color=color, label=other)
+            panels[task].fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+    for task, axes in panels.items():
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_title(f"adapted to {task}", fontsize=10)
+        axes.set_xlabel("share of the adapted weights (1 − keep)")
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.axes[0].set_ylabel("nDCG@10 over unadapted")
+    return figure
 
 
 def check(folder: Path) -> None:
@@ -324,7 +476,24 @@ def check(folder: Path) -> None:
     assert {each.settings["method"] for each in runs.runs} == {"unadapted", "keep", *METHODS}
     report(store, folder)
     assert (folder / "adapt_keep.svg").read_text().count("<path") > 10
+    check_text(folder / "text")
+
+
+def check_text(folder: Path) -> None:
+    """Train a text model at a rate of nearly zero, which leaves the queries where they are."""
+    model, corpus = toys.text_model(folder / "model"), toys.beir(folder / "data" / "toy")
+    loaded = TextEncoder(str(model)).eval()
+    paths, store = (folder / "data", folder / "vectors", "toy"), folder / "runs.jsonl"
+    for side in ("corpus", "queries"):
+        items = open_corpus(corpus, part=side)
+        embed(loaded.left, items, folder / "vectors" / "toy" / side, progress=False)
+    unadapted = Task(*paths)
+    expected = unadapted.grouped(unadapted.scores())["all"]
+    for way in ("whole", "queries", "lora"):
+        text(*paths, str(model), way, epochs=1, rate=1e-12, results=store)
+    found = [each.outcome["all"] for each in Store(store).runs]
+    assert np.allclose(found, [expected] * 3, atol=0.02)
 
 
 if __name__ == "__main__":
-    command_line(run, keep, few, report, check=check)
+    frame.command_line(run, keep, few, text, report, check=check)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from adapting_report import GROUPS
 from frame import Outcome
+from make_data import write_beir
 from torch.nn.functional import normalize
 
 from dualenc.data import PairDataset
@@ -21,9 +21,10 @@ from dualenc.data.readers.clicks import split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder
 from dualenc.evaluation.retrieval import divide_by_training
-from dualenc.search.embed.writer import EmbeddingWriter
+from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
 
+GROUPS = ("all", "seen", "new")
 HELD_OUT, MAX_HELD_OUT = 0.1, 500
 """Share of the training pairs to hold out, and maximum number of queries of a kind."""
 BATCH = 32
@@ -127,17 +128,15 @@ def write_task(
     folder: Path, documents: np.ndarray, queries: np.ndarray, splits: dict[str, np.ndarray]
 ) -> Task:
     """Write vectors (N, D) and (Q, D) and the pairs (P, 2) of each split, and open them."""
-    data, vectors = folder / "data" / "toy", folder / "vectors" / "toy"
-    for letter, side, rows in (("d", "corpus", documents), ("q", "queries", queries)):
-        unit_rows = normalize(torch.from_numpy(rows).float(), dim=1).numpy()
-        names = [f"{letter}{row}" for row in range(len(rows))]
-        writer = EmbeddingWriter(vectors / side, names, rows.shape[1], "float32", {})
-        writer.write_all(lambda part, own=unit_rows, all=writer.ranges: (own[all[part]], []))
-        (data / "qrels").mkdir(parents=True, exist_ok=True)
-        lines = [f'{{"_id": "{name}", "text": "{name}"}}\n' for name in names]
-        (data / f"{side}.jsonl").write_text("".join(lines))
-    for split, pairs in splits.items():
-        judged = [f"q{query}\td{document}\t1" for query, document in pairs.tolist()]
-        text = "\n".join(["query-id\tcorpus-id\tscore", *judged, ""])
-        (data / "qrels" / f"{split}.tsv").write_text(text)
+    texts = {"queries": {}, "corpus": {}}
+    identity = VectorEncoder(documents.shape[1], tower="identity").left
+    for side, rows in (("queries", queries), ("corpus", documents)):
+        texts[side] = {f"{side[0]}{row}": str(row) for row in range(len(rows))}
+        vectors = Corpus(list(texts[side]), rows.astype(np.float32), "vector")
+        embed(identity, vectors, folder / "vectors" / "toy" / side, progress=False)
+    judged = {
+        split: [f"q{query}\tc{document}" for query, document in pairs.tolist()]
+        for split, pairs in splits.items()
+    }
+    write_beir(folder / "data" / "toy", **texts, judged=judged)
     return Task(folder / "data", folder / "vectors", "toy")

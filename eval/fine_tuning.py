@@ -23,9 +23,9 @@ import frame
 import torch
 import toys
 from frame import Outcome, Run, Settings, Store, Trained, spread
-from mined import by_seed, mined, print_runs
 from rows import objective_of
 from tasks import Task, minilm, some_of
+from variants import with_negatives
 
 from dualenc.data import PairDataset
 from dualenc.evaluation.report_page import Table, print_table
@@ -97,7 +97,7 @@ def side_by_side(
     for row in rows:
         table.append({"row": row})
         for title, settings in columns.items():
-            own = next(iter(by_seed(tested(store, row=row, **settings))), [])
+            own = next(iter(frame.by_seed(tested(store, row=row, **settings))), [])
             steps = [str(each.outcome.get("steps", "–")) for each in own]
             table[-1][title] = spread([each.outcome["test"] for each in own])
             table[-1][f"steps, {title}"] = ", ".join(steps)
@@ -120,7 +120,9 @@ def train(task: Task, settings: Settings, steps: int) -> Trained:
     objective = new_objective(pairs, name, settings)
     begun = time.process_time()
     if settings["row"].endswith(", mined"):
-        pairs = mined(model, pairs, Rule(num_negatives=1, relative=0.95), autocast="bfloat16")
+        pairs = with_negatives(
+            model, pairs, Rule(num_negatives=1, relative=0.95), autocast="bfloat16"
+        )
     size = {"batch_size": batch_size, "chunk_size": 32 if batch_size > 32 else None}
     rate = frame.scaled_rate(settings["rate"], batch_size)
     how = {"seed": settings["seed"], "max_steps": steps, "mixed_precision": "auto"}
@@ -159,7 +161,7 @@ def run(
 def report(results: Path = STORE) -> None:
     """Print all tested runs, and the table of docs/results.md."""
     store = Store(results)
-    print_runs("Tested runs", tested(store), digits=4)
+    frame.print_runs("Tested runs", tested(store), digits=4)
     print_table(Table("Side by side", side_by_side(store, SHOWN, COLUMNS)))
 
 

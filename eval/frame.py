@@ -40,6 +40,7 @@ from dualenc.data import PairDataset
 from dualenc.encoders import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
+from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import Objective
 from dualenc.training import Evaluator, Trainer
 
@@ -292,6 +293,25 @@ def packed(scores: Sequence[float]) -> str:
 def unpacked(text: str) -> np.ndarray:
     """Return the (Q,) scores that `packed` was given, rounded."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8) / 255
+
+
+def by_seed(runs: Iterable[Run]) -> list[list[Run]]:
+    """Group runs that differ in nothing but the seed."""
+    groups: dict[str, list[Run]] = {}
+    for each in runs:
+        groups.setdefault(key_of(each.settings | {"seed": None}), []).append(each)
+    return list(groups.values())
+
+
+def print_runs(title: str, runs: Iterable[Run], digits: int = 3) -> None:
+    """Print settings and outcomes of each group of runs; of whole numbers the first."""
+    rows = []
+    for own in by_seed(runs):
+        rows.append({name: str(value) for name, value in own[0].settings.items() if name != "seed"})
+        for name, value in own[0].outcome.items():
+            values = [each.outcome[name] for each in own]
+            rows[-1][name] = value if isinstance(value, int) else spread(values, digits)
+    print_table(Table(title, rows))
 
 
 def command_line(*functions: Callable[..., None], check: Callable[[Path], None]) -> None:

@@ -13,6 +13,7 @@ out single documents. Equal steps at one τ and rate; seconds of one core, of th
 from __future__ import annotations
 
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,62 +26,40 @@ from torch.nn.functional import pad
 
 from dualenc.objectives import FrozenCorpus
 from dualenc.objectives.anchors import Anchors
-from dualenc.objectives.frozen_corpus import exp_difference, hide
+from dualenc.objectives.frozen_corpus import hide
 
 STORE = RESULTS / "skipping.jsonl"
-PART = 2048
-"""Number of documents whose scores are computed at once."""
 LEAST = 2**-12
-VARIANTS = ((0, 0.0), (PART, 0.0), (PART, LEAST), (256, LEAST), (16, LEAST), (1, LEAST))
+VARIANTS = ((0, 0.0), (2048, 0.0), (2048, LEAST), (256, LEAST), (16, LEAST), (1, LEAST))
 """Blocks and the smallest probability that keeps one. Block 0 is the package's `FrozenCorpus`."""
 
 
 class SkippedBlocks(FrozenCorpus):
     """`FrozenCorpus` whose gradient leaves out blocks of unlikely documents, on one process.
 
-    Args:
-        documents: (N, D) unit vectors.
-        block: number of documents in a block, a divisor of `PART`.
-        least: smallest probability that keeps a block; 0 keeps all.
-
-    Attributes:
-        num_kept: documents in the gradients so far.
+    `num_kept` counts the documents in the gradients so far.
     """
 
-    def __init__(self, documents: Tensor, block: int, least: float = LEAST, **common: Any) -> None:
+    def __init__(self, documents: Tensor, block: int, least: float, **common: Any) -> None:
         super().__init__(documents, **common)
-        self.parts = documents.split(PART)
-        self.block = block
-        self.least = least
-        self.num_kept = 0
+        self.vectors, self.block, self.least, self.num_kept = documents, block, least, 0
 
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
-        queries = anchors.embeddings[0] / anchors.temperature  # (A, D)
-        peaks, sums, weights = [], [], []  # of each part: (A, 1), (A, 1) and (A, n)
-        for number, part in enumerate(self.parts):
-            scores = queries @ part.T  # (A, n)
-            rows = torch.arange(number * PART, number * PART + len(part))
-            hide(scores, rows, anchors.positive_ids[0])
-            peaks.append(scores.amax(dim=1, keepdim=True))
-            weights.append(exp_difference(scores, peaks[-1]))
-            sums.append(weights[-1].sum(dim=1, keepdim=True))
-        peak = torch.cat(peaks, dim=1)  # (A, parts)
-        log_partition = (peak + torch.cat(sums, dim=1).log()).logsumexp(dim=1, keepdim=True)
+        scores = anchors.embeddings[0] / anchors.temperature @ self.vectors.T  # (A, N)
+        number = len(self.vectors)
+        hide(scores, torch.arange(number), anchors.positive_ids[0])
+        log_partition = scores.logsumexp(dim=1, keepdim=True)
         # The probabilities are those of the loss, which has the positive in its softmax.
         log_total = torch.logaddexp(log_partition, anchors.positive_scores.mT)
-        scales = (peak - log_total).exp()  # (A, parts)
-        mean = torch.zeros_like(queries)
-        for number, part in enumerate(self.parts):
-            shares = weights[number].mul_(scales[:, number, None])  # (A, n) probabilities
-            blocks = pad(shares.amax(dim=0), (0, -len(part) % self.block)).view(-1, self.block)
-            is_likely = blocks.amax(dim=1) >= self.least
-            kept = is_likely.repeat_interleave(self.block)[: len(part)]
-            self.num_kept += int(kept.sum())
-            if kept.all():
-                mean.addmm_(shares, part)
-            elif kept.any():
-                mean.addmm_(shares[:, kept], part[kept])
+        probabilities = scores.sub_(log_total).exp_()
+        highest = pad(probabilities.amax(dim=0), (0, -number % self.block))
+        is_likely = highest.view(-1, self.block).amax(dim=1) >= self.least
+        kept = is_likely.repeat_interleave(self.block)[:number]
+        self.num_kept += int(kept.sum())
+        # Copying all documents would cost what is measured.
+        rows = slice(None) if kept.all() else kept
+        mean = probabilities[:, rows] @ self.vectors[rows]
         mean *= (log_total - log_partition).exp()
         return log_partition.mT, mean[None]
 
@@ -100,26 +79,22 @@ def measure(task: Task, store: Store, common: Settings, seeds: int) -> None:
         found["kept"] = kept / (training.steps * len(task.documents))
         return found | {"milliseconds": round(1000 * training.seconds / training.steps, 2)}
 
-    base = {"method": EXACT, "map": "dense", "rate": 1e-3} | common
-    wanted = [
-        {**base, "seed": seed, "block": block, "least": least}
-        for seed in range(seeds)
-        for block, least in VARIANTS
-    ]
-    store.get(wanted, run)
+    base = {"method": EXACT, "map": "dense", "rate": 1e-3, "temperature": 0.02, **common}
+    variants = product(range(seeds), VARIANTS)
+    own = [{"seed": seed, "block": block, "least": least} for seed, (block, least) in variants]
+    store.get([base | each for each in own], run)
 
 
 def embedded(
     data: Path, vectors: Path, name: str, steps: int = 200, seeds: int = 3, results: Path = STORE
 ) -> None:
     """Measure on a task of `adapting.py`."""
-    common = {"task": name, "steps": steps, "temperature": 0.02}
-    measure(Task(data, vectors, name), Store(results), common, seeds)
+    measure(Task(data, vectors, name), Store(results), {"task": name, "steps": steps}, seeds)
 
 
 def clustered(documents: int, steps: int = 150, seeds: int = 3, results: Path = STORE) -> None:
     """Measure on synthetic documents in clusters."""
-    common = {"task": f"{documents:,} in clusters", "steps": steps, "temperature": 0.02}
+    common = {"task": f"{documents:,} in clusters", "steps": steps}
     with tempfile.TemporaryDirectory() as folder:
         measure(clusters(Path(folder), documents), Store(results), common, seeds)
 
@@ -146,7 +121,7 @@ def check(folder: Path) -> None:
     settings = {"method": EXACT, "map": "linear", "rate": 1e-3, "steps": 3, "seed": 0}
     options = {"temperature": 0.05, "num_left": len(task.queries), "positive_in_softmax": True}
     maps = []
-    for block, least in ((0, 0.0), (PART, 0.0), (16, 0.0), (1, LEAST), (PART, 2.0)):
+    for block, least in ((0, 0.0), (2048, 0.0), (16, 0.0), (1, LEAST), (2048, 2.0)):
         own = SkippedBlocks(task.documents, block, least, **options) if block else None
         training = Training(task, settings | {"temperature": 0.05}, own)
         training.train()

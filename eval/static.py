@@ -26,7 +26,6 @@ import torch
 import toys
 from fine_tuning import MINILM, equal_seconds, new_objective, side_by_side, tested
 from frame import Outcome, Settings, Store, Trained
-from mined import print_runs
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 from sentence_transformers.sentence_transformer.modules import StaticEmbedding
@@ -194,7 +193,7 @@ def steps(path: Path, rows: Sequence[str], steps: int = 80, words: str = MINILM)
 def report(results: Path = STORE) -> None:
     """Print all tested runs, and the table of docs/results.md."""
     store = Store(results)
-    print_runs("Tested runs", tested(store), digits=4)
+    frame.print_runs("Tested runs", tested(store), digits=4)
     print_table(Table("Side by side", side_by_side(store, SHOWN, COLUMNS)))
 
 

@@ -20,7 +20,7 @@ def test_documents_are_held_out_and_mined_ones_are_near_and_no_positives(tmp_pat
     splits = {"train": pairs[:80], "test": pairs[80:]}
     task = script.write_task(tmp_path, documents, documents[pairs[:, 1]], splits)
     new = set().union(*task.held_out["new"].qrels.values())
-    assert new | task.trained == {f"d{row}" for row in range(60)}
+    assert new | task.trained == {f"c{row}" for row in range(60)}
     assert new.isdisjoint(task.trained)
     both = script.Task(tmp_path / "data", tmp_path / "vectors", "toy", hold_known=True)
     known = both.held_out["known"].qrels
@@ -37,12 +37,8 @@ def test_documents_are_held_out_and_mined_ones_are_near_and_no_positives(tmp_pat
 
 
 def test_the_table_of_the_docs_can_be_derived_from_the_store() -> None:
-    report = load_script("adapting_report.py")
-    found: dict[tuple[str, str], list[float]] = {}
-    for settings, outcome, _ in report.Store(report.STORE).runs:
-        key = report.key_of({**settings, "seed": None})
-        for group in ("all", "seen", "new"):
-            found.setdefault((key, group), []).append(outcome.get(group))
+    script = load_script("adapting.py")
+    groups = script.frame.by_seed(script.Store(script.STORE).runs)
     section = DOCS.read_text("utf-8").split("## Adapting queries to an index")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if "±" in line]
     cells = [(*place, cell) for row in rows for place, cell in zip(COLUMNS, row) if "±" in cell]
@@ -51,8 +47,9 @@ def test_the_table_of_the_docs_can_be_derived_from_the_store() -> None:
     def is_derived(task: str, group: str, cell: str) -> bool:
         # Half of the last digit, and what the four digits of a run add to it.
         shown = np.array([float(number) for number in cell.split("±")])
-        own = [found[key] for key in found if key[1] == group and f'"task": "{task}"' in key[0]]
-        own = [(np.mean(each), np.std(each, ddof=1)) for each in own if len(each) > 1]
-        return bool((np.abs(np.array(own) - shown) < 0.00056).all(axis=1).any())
+        own = [runs for runs in groups if runs[0].settings["task"] == task and len(runs) > 1]
+        values = [[each.outcome[group] for each in runs] for runs in own]
+        derived = [(np.mean(each), np.std(each, ddof=1)) for each in values]
+        return bool((np.abs(np.array(derived) - shown) < 0.00056).all(axis=1).any())
 
     assert [cell for cell in cells if not is_derived(*cell)] == []

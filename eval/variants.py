@@ -1,0 +1,189 @@
+"""Variants of a training: negatives that were mined, several lengths, several sources.
+
+    python eval/variants.py mined SCIFACT --epochs 5 --seeds 3
+    python eval/variants.py matryoshka SCIFACT --epochs 20 --seeds 2
+    python eval/variants.py mixture "[PAPERS, MEDQUAD]" --epochs 2
+
+Each prints nDCG@10 on the test queries of BEIR folders. "mined" and "matryoshka" (Kusupati et al.
+2022, arXiv:2205.13147) train two perceptrons on frozen features, "mixture" a one-layer transformer
+from scratch with one tokenizer of all sources. All rows of a table take the same number of steps;
+in "mixture" each meets a pair `epochs` times, so that all sources together take as many steps as
+each of them alone do in sum.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import toys
+from frame import Outcome, Settings, Store, command_line, print_runs, train
+from tasks import BERT, Retrieval, beginnings, beir_parts, on_features, vector_pairs
+
+from dualenc.data import Corpus, Mixture, PairDataset
+from dualenc.data.corpus import corpora
+from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.objectives import GlobalCache, InfoNCE, Matryoshka
+from dualenc.search.embed.encode import embed
+from dualenc.search.mining import Rule, mine_negatives
+
+LIMITS = {"mined, no limit": None, "mined, at most 0.95 of the positive": 0.95}
+NOWHERE = Path(os.devnull)
+
+
+def compare(
+    rows: Iterable[str],
+    seeds: int,
+    results: Path,
+    measure: Callable[[Settings], Outcome],
+    **common: Any,
+) -> None:
+    """Train each row with each seed, and print a table."""
+    wanted = [{**common, "trained on": row, "seed": seed} for row in rows for seed in range(seeds)]
+    store = Store(results)
+    store.get(wanted, measure)
+    print_runs("nDCG@10 on test queries", store.runs)
+
+
+def with_negatives(model: DualEncoder, pairs: PairDataset, rule: Rule, **how: Any) -> PairDataset:
+    """Return the pairs with the negatives that a model finds for them; `how` is for `embed`."""
+    sides = zip((model.left, model.right), corpora(pairs), strict=True)
+    vectors = [embed(*side, progress=False, **how) for side in sides]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "mined.jsonl"
+        mine_negatives(*vectors, pairs, file, rule=rule, progress=False)
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    found = {int(row["query_id"]): [int(own) for own in row["neg_id"]] for row in rows}
+    negatives = [found.get(query, []) for query in pairs.left_id.tolist()]
+    columns = (pairs.left_items, pairs.right_items, pairs.left_id, pairs.right_id)
+    modalities = {"left_modality": pairs.left_modality, "right_modality": pairs.right_modality}
+    return PairDataset(*columns, negatives=negatives, **modalities)
+
+
+def mined(
+    path: Path, epochs: int = 20, seeds: int = 3, dim: int = 256, results: Path = NOWHERE
+) -> None:
+    """Train again, on the pairs alone or with what the model mined, from `dim` features a text."""
+    task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dim)
+
+    def measure(settings: Settings) -> Outcome:
+        row, seed = settings["trained on"], settings["seed"]
+        trainer = {"epochs": epochs, "seed": seed, "learning_rate": 1e-3}
+        torch.manual_seed(seed)
+        model = train(task.new_model(), task.pairs, InfoNCE(temperature=0.05), **trainer).model
+        if row in LIMITS:
+            rule = Rule(settings["num_negatives"], relative=LIMITS[row])
+            pairs = with_negatives(model, task.pairs, rule)
+            train(model, pairs, InfoNCE(temperature=0.05), **trainer)
+        elif row != "before mining":
+            train(model, task.pairs, InfoNCE(temperature=0.05), **trainer)
+        return task.test(model)
+
+    common = {"task": path.name, "epochs": epochs, "num_negatives": 4}
+    compare(("before mining", "pairs alone", *LIMITS), seeds, results, measure, **common)
+
+
+def beginning(model: DualEncoder, test: Retrieval, dim: int) -> float:
+    """Return nDCG@10 of the first components."""
+    parts = {"queries": model.left, "corpus": model.right}
+    for name, tower in parts.items():
+        items = getattr(test.collection, name)
+        vectors = embed(tower, items, batch_size=256, dim=dim, progress=False).vectors
+        parts[name] = Corpus(items.ids, vectors, "vector")
+    shortened = Retrieval(test.collection._replace(**parts))
+    return shortened(VectorEncoder(dim, tower="identity"))["ndcg@10"]
+
+
+def matryoshka(
+    path: Path,
+    epochs: int = 10,
+    batch_size: int = 128,
+    dims: Sequence[int] = (16, 32, 64, 128, 256),
+    seeds: int = 3,
+    results: Path = NOWHERE,
+) -> None:
+    """Train the whole vectors or several lengths, and measure the first components."""
+    task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dims[-1])
+    pairs, trainer = task.pairs, {"epochs": epochs, "batch_size": batch_size}
+
+    def measure(settings: Settings) -> Outcome:
+        seed = settings["seed"]
+        torch.manual_seed(seed)
+        model = VectorEncoder(pairs.left_dim, tower="mlp", dim=dims[-1], hidden=512, shared=False)
+        sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+        objective = GlobalCache(**sizes, temperature=0.05, seed=seed)
+        if settings["trained on"] == "dims":
+            objective = Matryoshka(objective, dims)
+        train(model, pairs, objective, learning_rate=1e-3, seed=seed, **trainer)
+        return {str(dim): beginning(model, task.test, dim) for dim in dims}
+
+    common = {"task": path.name, **trainer, "dims": list(dims)}
+    compare(("whole vectors", "dims"), seeds, results, measure, **common)
+
+
+def mixture(
+    paths: Sequence[Path],
+    epochs: int = 2,
+    batch_size: int = 32,
+    seeds: int = 3,
+    words: int = 64,
+    results: Path = NOWHERE,
+) -> None:
+    """Train on sources alone and together; texts are cut after `words`."""
+    parts = {path.name: beginnings(path, words) for path in paths}
+    sources = {name: pairs for name, (pairs, *_) in parts.items()}
+    texts = [text for pairs in sources.values() for text in pairs.right_items]
+    tokenizer = train_tokenizer(texts, 8000, max_length=words)
+    mixtures = {f"{name} alone": Mixture({name: pairs}) for name, pairs in sources.items()} | {
+        "together": Mixture(sources),
+        "together, batches of one source": Mixture(sources, batches="one_source"),
+        "together, with prompts": Mixture(sources, left_prompts={n: f"{n}: " for n in sources}),
+    }
+    trainer = {"batch_size": batch_size, "epochs": epochs, "learning_rate": 3e-3}
+
+    def measure(settings: Settings) -> Outcome:
+        pairs, seed = mixtures[settings["trained on"]], settings["seed"]
+        torch.manual_seed(seed)
+        config = BERT | {"max_position_embeddings": words}
+        model = TextEncoder(config=config, tokenizer=tokenizer, max_length=words)
+        sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+        objective = InfoNCE(**sizes, temperature=0.05, seed=seed)
+        begun = time.perf_counter()
+        outcome: Outcome = {"steps": train(model, pairs, objective, seed=seed, **trainer).steps}
+        for name, (_, _, test) in parts.items():
+            prompt = pairs.prompts.get(name, ("", ""))[0]
+            queries = Corpus(test.queries.ids, [prompt + text for text in test.queries.items])
+            outcome |= {name: Retrieval(test._replace(queries=queries))(model)["ndcg@10"]}
+        return outcome | {"seconds per run": round(time.perf_counter() - begun)}
+
+    common = {"sources": list(sources), "words": words, **trainer}
+    compare(mixtures, seeds, results, measure, **common)
+
+
+def check(folder: Path) -> None:
+    """Mine on a circle, measure all components, and count the steps of sources."""
+    angles = np.radians([0, 10, 30, 70])
+    circle = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    pairs, rule = vector_pairs(circle, circle), Rule(num_negatives=1, relative=None)
+    found = with_negatives(VectorEncoder(2, tower="identity"), pairs, rule)
+    assert [pair.negative_ids for pair in found] == [(1,), (0,), (1,), (2,)]
+    one, two = (toys.beir(folder / name) for name in ("one", "two"))
+    task, same = on_features(*beir_parts(one), 1e-3, dim=16), VectorEncoder(16, tower="identity")
+    some, whole = (beginning(same, task.test, dim) for dim in (4, 16))
+    assert some < whole == task.test(same)["ndcg@10"]
+    mined(one, epochs=1, seeds=2, dim=16)
+    matryoshka(one, epochs=1, batch_size=12, dims=(4, 16), seeds=1)
+    mixture([one, two], batch_size=4, seeds=1, words=16, results=folder / "runs.jsonl")
+    steps = [each.outcome["steps"] for each in Store(folder / "runs.jsonl").runs]
+    assert steps == [18, 18, 36, 36, 36]
+
+
+if __name__ == "__main__":
+    command_line(mined, matryoshka, mixture, check=check)
