@@ -202,7 +202,6 @@ def tune_and_train(
     """Choose τ and the rate by a `tuning` share of the length; return them, and all seeds' runs."""
     digits = {"seconds": 1, "steps": None}
     short = {name: round(tuning * value, digits[name]) for name, value in length.items()}
-
     tuned: Settings = {"rate": RATES[0]}
 
     def held_out(tried: list[tuple[str, float]]) -> list[float]:
@@ -224,14 +223,13 @@ def run(
     tower: str = "dense",
     tuning: float = 0.34,
     hold_known: bool = False,
-    results: Path = STORE,
 ) -> None:
     """Tune and train every method on every task, those but the exact loss for its seconds.
 
     `tuning` is the share of a training's length while τ and rate are chosen. With `hold_known`,
     queries of documents in training are held out, too, and choose a share of the original weights.
     """
-    store = Store(results)
+    store = Store(STORE)
     for name in tasks:
         task = Task(data, vectors, name, hold_known=hold_known)
         unadapted = {"task": name, "method": "unadapted"}
@@ -257,10 +255,9 @@ def few(
     temperature: float = 0.05,
     rate: float = 1e-3,
     sizes: Sequence[int] = (100, 300, 1000, 3000, 10000),
-    results: Path = STORE,
 ) -> None:
     """Train with few pairs, by the exact loss and by InfoNCE for the same seconds."""
-    store = Store(results)
+    store = Store(STORE)
     for size, seed in product(sizes, range(SEEDS)):
         subset = {"pairs": size, "seed": seed}
         drawn = Task(data, vectors, task, **subset)
@@ -278,10 +275,9 @@ def keep(
     others: list[str],
     epochs: float = 8,
     tuning: float = 0.34,
-    results: Path = STORE,
 ) -> None:
     """Interpolate the map of `run` with the original one; measure the task and others."""
-    store, own = Store(results), Task(data, vectors, task)
+    store, own = Store(STORE), Task(data, vectors, task)
     length = {"steps": own.steps(epochs)}
     common = {"method": EXACT, "map": "dense"}
     tuned, _ = tune_and_train(store, own, common, length, tuning)
@@ -323,7 +319,6 @@ def text(
     rate: float = 8e-5,
     tokens: int = 256,
     seed: int = 0,
-    results: Path = STORE,
 ) -> None:
     """Train the text model `model`, which made the vectors, by batches of 32."""
     opened = Task(data, vectors, task)
@@ -362,7 +357,7 @@ def text(
 
     own = {"temperature": temperature, "rate": rate, "tokens": tokens, "seed": seed}
     wanted = {"task": task, "method": f"text, {way}", "epochs": epochs} | own
-    Store(results).get([wanted], measure)
+    Store(STORE).get([wanted], measure)
 
 
 def report(results: Path = STORE, figures: Path | None = None) -> None:
@@ -454,6 +449,7 @@ def drawn(curves: dict[tuple[str, str], list[Run]]) -> Figure:
 def check(folder: Path) -> None:
     """Turn queries: every method turns them back, and a share of 1 is the original map."""
     globals().update(TEMPERATURES=(0.1,), RATES=(3e-2,), EVALUATIONS=2, SEEDS=2, MIN_STEPS=5)
+    globals().update(STORE=folder / "runs.jsonl")
     draw = np.random.default_rng(0)
     documents = draw.standard_normal((80, 6))
     turn = np.linalg.qr(draw.standard_normal((6, 6)))[0]
@@ -461,12 +457,12 @@ def check(folder: Path) -> None:
     pairs = np.stack([np.arange(100), places], axis=1)
     splits = {"train": np.concatenate([pairs[:60], pairs[80:98]]), "test": pairs[60:80]}
     write_task(folder, documents, documents[places] @ turn, splits)
-    paths, store = (folder / "data", folder / "vectors"), folder / "runs.jsonl"
-    run(*paths, ["toy"], epochs=20, tuning=1, results=store)
-    run(*paths, ["toy"], epochs=20, tuning=1, hold_known=True, methods=[EXACT], results=store)
-    keep(*paths, "toy", [], epochs=20, tuning=1, results=store)
-    few(*paths, "toy", epochs=1, rate=1e-2, sizes=[20], results=store)
-    runs = Store(store)
+    paths = folder / "data", folder / "vectors"
+    run(*paths, ["toy"], epochs=20, tuning=1)
+    run(*paths, ["toy"], epochs=20, tuning=1, hold_known=True, methods=[EXACT])
+    keep(*paths, "toy", [], epochs=20, tuning=1)
+    few(*paths, "toy", epochs=1, rate=1e-2, sizes=[20])
+    runs = Store(STORE)
     [unadapted] = runs.where(method="unadapted")
     [original] = runs.where(method="keep", keep=1.0)
     assert original.outcome["new"] == unadapted.outcome["new"]
@@ -474,7 +470,7 @@ def check(folder: Path) -> None:
     [adapted] = runs.where(method="keep", keep=0.0)
     assert adapted.outcome["new"] > unadapted.outcome["new"] + 0.2
     assert {each.settings["method"] for each in runs.runs} == {"unadapted", "keep", *METHODS}
-    report(store, folder)
+    report(STORE, folder)
     assert (folder / "adapt_keep.svg").read_text().count("<path") > 10
     check_text(folder / "text")
 
@@ -483,15 +479,15 @@ def check_text(folder: Path) -> None:
     """Train a text model at a rate of nearly zero, which leaves the queries where they are."""
     model, corpus = toys.text_model(folder / "model"), toys.beir(folder / "data" / "toy")
     loaded = TextEncoder(str(model)).eval()
-    paths, store = (folder / "data", folder / "vectors", "toy"), folder / "runs.jsonl"
+    paths = folder / "data", folder / "vectors", "toy"
     for side in ("corpus", "queries"):
         items = open_corpus(corpus, part=side)
         embed(loaded.left, items, folder / "vectors" / "toy" / side, progress=False)
     unadapted = Task(*paths)
     expected = unadapted.grouped(unadapted.scores())["all"]
     for way in ("whole", "queries", "lora"):
-        text(*paths, str(model), way, epochs=1, rate=1e-12, results=store)
-    found = [each.outcome["all"] for each in Store(store).runs]
+        text(*paths, str(model), way, epochs=1, rate=1e-12)
+    found = [each.outcome["all"] for each in Store(STORE).runs[-3:]]
     assert np.allclose(found, [expected] * 3, atol=0.02)
 
 

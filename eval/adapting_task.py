@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from frame import Outcome
-from make_data import write_beir
 from torch.nn.functional import normalize
+from toys import write_beir
 
 from dualenc.data import PairDataset
 from dualenc.data.bad_rows import BadRows

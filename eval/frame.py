@@ -314,7 +314,7 @@ def print_runs(title: str, runs: Iterable[Run], digits: int = 3) -> None:
     print_table(Table(title, rows))
 
 
-def command_line(*functions: Callable[..., None], check: Callable[[Path], None]) -> None:
+def command_line(*functions: Callable[..., object], check: Callable[[Path], None]) -> None:
     """Run the function that the command line names, or `--check`: all of it, at toy size.
 
     Args:

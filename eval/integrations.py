@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 import toys
-from frame import RESULTS, Outcome, Settings, Store, command_line, spread
+from frame import RESULTS, Outcome, Settings, Store, command_line, print_runs
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import normalize
@@ -51,13 +51,12 @@ def compare(
 ) -> None:
     """Train with each loss and seed, and print a row of a table per loss."""
     store = Store(out)
-    for loss in losses:
-        store.get([{**more, "loss": loss, "seed": seed} for seed in range(seeds)], train)
-        runs = store.where(**more, loss=loss)
-        names = runs[0].outcome
-        cells = [f"{name} {spread([run.outcome[name] for run in runs])}" for name in names]
-        seconds = spread([run.origin["seconds"] for run in runs], 0)
-        print(f"| {loss} | {' | '.join(cells)} | {seconds} CPU-seconds |", flush=True)
+    store.get([{**more, "loss": loss, "seed": n} for loss in losses for n in range(seeds)], train)
+    runs = [
+        each._replace(outcome=each.outcome | {"CPU-seconds": each.origin["seconds"]})
+        for each in store.where(**more)
+    ]
+    print_runs(more["library"], runs)
 
 
 def text(
@@ -114,8 +113,8 @@ def text(
 def read_pairs(folder: Path, split: str, count: int | None) -> tuple[list[str], list[str]]:
     """Return titles and abstracts of a split."""
     pairs = BeirPairs(folder, split)
-    titles = [pairs.left_items[row] for row in pairs.left_id[:count].tolist()]
-    return titles, [pairs.right_items[row] for row in pairs.right_id[:count].tolist()]
+    chosen = [pairs[row] for row in range(len(pairs))[:count]]
+    return [pair.left for pair in chosen], [pair.right for pair in chosen]
 
 
 def open_clip(
@@ -175,10 +174,10 @@ def open_clip(
     with tempfile.TemporaryDirectory() as work:
         for split, count in (("train", images), ("test", 1000)):
             table = pq.read_table(flickr / f"{split}.parquet")[:count]
-            write_images(table, Path(work, split), digits=1)
+            write_images(table, Path(work, split))
             lines = ["filepath\ttitle"]
             for number, captions in enumerate(table["captions"].to_pylist()):
-                lines.append(f"{work}/{split}/{number}.png\t{captions[number % len(captions)]}")
+                lines.append(f"{work}/{split}/{number:06}.png\t{captions[number % len(captions)]}")
             Path(work, f"{split}.csv").write_text("\n".join(lines), encoding="utf-8")
         options = {"train-data": f"{work}/train.csv", "val-data": f"{work}/test.csv"}
         options |= {"batch-size": BATCH_SIZE, "epochs": epochs, "workers": 0, "precision": "fp32"}
@@ -189,13 +188,13 @@ def open_clip(
         compare(train, ("ClipLoss", *FOUR), seeds, out, **common, temperature=0.07)
 
 
-def write_images(table: Any, folder: Path, digits: int) -> None:
+def write_images(table: Any, folder: Path) -> None:
     """Write the images of a table, 32 pixels a side, to files named by their rows."""
     folder.mkdir()
     for row, cell in enumerate(table["image"].to_pylist()):
         image = Image.open(io.BytesIO(cell["bytes"])).convert("RGB")
         small = image.resize((PIXELS, PIXELS), Image.Resampling.BICUBIC)
-        small.save(folder / f"{row:0{digits}}.png")
+        small.save(folder / f"{row:06}.png")
 
 
 def lightly(
@@ -223,19 +222,17 @@ def lightly(
             self.criterion = criterion
 
         def forward(self, images: Tensor) -> Tensor:
-            return self.head(self.backbone(images))
+            return normalize(self.head(self.backbone(images)), dim=1)
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             left, right = map(self, batch[0])
             if isinstance(self.criterion, NTXentLoss):
                 return self.criterion(left, right)
-            left, right = normalize(left, dim=1), normalize(right, dim=1)
             ids = torch.tensor([int(Path(name).stem) for name in batch[2]])
             return self.criterion(left, right, ids, encode=self.encode).loss
 
         def encode(self, side: str, ids: Tensor) -> Tensor:
-            views = [dataset[row][0][side == "right"] for row in ids.tolist()]
-            return normalize(self(torch.stack(views)), dim=1)
+            return self(torch.stack([dataset[row][0][side == "right"] for row in ids.tolist()]))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=RATE)
@@ -264,7 +261,7 @@ def lightly(
             chosen = torch.randperm(len(table), generator=torch.Generator().manual_seed(0))[:count]
             table = table.take(chosen.numpy())
             labels.append(table["label"].to_numpy())
-            write_images(table, Path(work, split), digits=6)
+            write_images(table, Path(work, split))
             plain = LightlyDataset(f"{work}/{split}", transform=transforms.ToTensor())
             inputs.append(torch.stack([image for image, _, _ in plain]))
         views = MultiViewTransform([view, view])

@@ -33,33 +33,14 @@ from dualenc.errors import DualencError
 
 Encode = Callable[[Any], Any]
 PARTS = ("train", "dev", "test")
+MOST_FUNCTIONS = 105_000
 FEWEST_WORDS, MOST_WORDS = 12, 128  # of a function's body
 NAME_IN = {ast.Name: "id", ast.Attribute: "attr", ast.keyword: "arg"}
 CAPTIONS = ((0, 1), (2, 3))  # of an image: which finds which
 MEAN, SCALE = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def write_beir(
-    folder: Path, queries: dict[str, str], corpus: dict[str, str], judged: dict[str, list[str]]
-) -> None:
-    """Write texts by id, and judgements of each part as "query<tab>document"."""
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    for name, texts in (("queries", queries), ("corpus", corpus)):
-        rows = [{"_id": own, "text": text} for own, text in texts.items()]
-        toys.write_lines(folder / f"{name}.jsonl", rows)
-    for part, pairs in judged.items():
-        lines = ["query-id\tcorpus-id\tscore", *(f"{pair}\t1" for pair in pairs), ""]
-        (folder / "qrels" / f"{part}.tsv").write_text("\n".join(lines), encoding="utf-8")
-    print(f"{len(queries)} queries and {len(corpus)} documents in {folder}")
-
-
-def functions(
-    folder: Path,
-    held_out: int = 1000,
-    limit: int = 105_000,
-    seed: int = 0,
-    roots: Sequence[Path] | None = None,
-) -> None:
+def functions(folder: Path, held_out: int = 1000, roots: Sequence[Path] = ()) -> None:
     """Let the signature of a function find the words of its body.
 
     Functions are those of the standard library and of what is installed: two hundred thousand with
@@ -73,9 +54,9 @@ def functions(
     for file in tqdm(files, "reading functions", unit="file"):
         for signature, body in signatures_and_bodies(file):
             bodies.setdefault(body, signature)
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     pairs = list(bodies.items())
-    chosen = [pairs[row] for row in np.sort(draw.permutation(len(pairs))[:limit])]
+    chosen = [pairs[row] for row in np.sort(draw.permutation(len(pairs))[:MOST_FUNCTIONS])]
     ids = {text: f"q{row}" for row, text in enumerate(dict.fromkeys(text for _, text in chosen))}
     part_of = np.full(len(ids), "train", dtype="U5")
     part_of[draw.permutation(len(ids))[: 2 * held_out]] = ["dev", "test"] * held_out
@@ -84,7 +65,7 @@ def functions(
     for row, (_, signature) in enumerate(chosen):
         judged[parts[signature]].append(f"{ids[signature]}\td{row}")
     corpus = {f"d{row}": body for row, (body, _) in enumerate(chosen)}
-    write_beir(folder, {own: text for text, own in ids.items()}, corpus, judged)
+    toys.write_beir(folder, {own: text for text, own in ids.items()}, corpus, judged)
 
 
 def signatures_and_bodies(file: Path) -> Iterator[tuple[str, str]]:
@@ -115,7 +96,7 @@ def words(*names: str) -> list[str]:
     return [word.lower() for word in found]
 
 
-def two_languages(flickr: Path, folder: Path, seed: int = 0) -> None:
+def two_languages(flickr: Path, folder: Path) -> None:
     """Let a caption find what another person wrote of the same image, in an invented language.
 
     As in Multi30k (Elliott et al. 2016, arXiv:1605.00459), the captions of a pair are no
@@ -123,7 +104,7 @@ def two_languages(flickr: Path, folder: Path, seed: int = 0) -> None:
     opposite order, so that what a word means has to be learned from pairs. The first caption of an
     image finds the second, and the third the fourth.
     """
-    draw = random.Random(seed)
+    draw = random.Random(0)
     vowels, consonants = "aeiou", re.sub("[aeiou]", "", string.ascii_lowercase)
     spelled = ["".join(draw.sample(letters, len(letters))) for letters in (vowels, consonants)]
     letters = str.maketrans(vowels + consonants, "".join(spelled))
@@ -140,7 +121,7 @@ def two_languages(flickr: Path, folder: Path, seed: int = 0) -> None:
                 spoken = captions[second].lower().translate(letters).split()
                 corpus[document] = " ".join(reversed(spoken))
                 judged.setdefault(part, []).append(f"{query}\t{document}")
-    write_beir(folder, queries, corpus, judged)
+    toys.write_beir(folder, queries, corpus, judged)
 
 
 def pretrained_features(flickr: Path, out: Path) -> None:

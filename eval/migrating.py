@@ -32,8 +32,10 @@ from dualenc.search.migration.maps import fit, folds, out_of_fold
 from dualenc.search.migration.stages import order_by_hits, sample_rows
 
 
-def compared(old_model: str, new_model: str, folder: Path, work: Path, seed: int) -> Table:
-    """Embed with both models, learn maps, and return a row for each system."""
+def measure(
+    old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0
+) -> list[dict[str, object]]:
+    """Print the quality of old, mapped and new vectors; `seed` is that of sample and folds."""
     collection, queries = read_beir(folder), open_corpus(folder, part="queries")
     vectors = []
     for path in (old_model, new_model):
@@ -62,12 +64,8 @@ def compared(old_model: str, new_model: str, folder: Path, work: Path, seed: int
     for cell, system in zip(cells, systems):
         cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
         cell["recall of the new model's 10"] = float(neighbors[system]["recall@10"].mean())
-    return Table(f"{folder.name}, map of {len(rows):,} pairs", cells)
-
-
-def measure(old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0) -> None:
-    """Print the quality of old, mapped and new vectors; `seed` is that of sample and folds."""
-    print_table(compared(old_model, new_model, folder, work, seed))
+    print_table(Table(f"{folder.name}, map of {len(rows):,} pairs", cells))
+    return cells
 
 
 def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
@@ -85,11 +83,11 @@ def check(folder: Path) -> None:
     """Migrate to a linear image of a model: mapped documents find nearly all of its ten."""
     old, new = text_model(folder / "old" / "model"), folder / "new" / "model"
     project(str(old), new, dim=48)
-    table = compared(str(old), str(new), beir(folder / "toy", 300), folder / "work", seed=0)
-    found = [row["recall of the new model's 10"] for row in table.rows]
+    rows = measure(str(old), str(new), beir(folder / "toy", 300), folder / "work")
+    found = [row["recall of the new model's 10"] for row in rows]
     assert len(found) == 7
     assert min(found[2:]) > 0.9
-    assert table.rows[-1]["share"] == found[-1] == 1
+    assert rows[-1]["share"] == found[-1] == 1
 
 
 if __name__ == "__main__":

@@ -202,8 +202,8 @@ def check(folder: Path) -> None:
     path, words = toys.beir(folder / "toy"), str(toys.text_model(folder / "words"))
     rows, store = ["InfoNCE 12", ON_WORDS, WHOLE], folder / "static.jsonl"
     run([path], rows, 0.05, rates=(0.01,), seeds=1, words=words, results=store)
-    tested = [each.settings["row"] for each in Store(store).runs if "test" in each.outcome]
-    assert tested == [*REFERENCES, *rows]
+    tested_rows = [each.settings["row"] for each in tested(Store(store))]
+    assert tested_rows == [*REFERENCES, *rows]
     report(store)
 
 

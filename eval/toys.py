@@ -18,27 +18,27 @@ CLASSES = 4
 def beir(folder: Path, documents: int = 60) -> Path:
     """Write a BEIR folder: each query is three words of its document, in train, dev and test."""
     draw = np.random.default_rng(0)
-    (folder / "qrels").mkdir(parents=True)
-    texts = [draw.choice(WORDS, 12, replace=False) for _ in range(documents)]
-    write_lines(folder / "corpus.jsonl", [entry("c", row, own) for row, own in enumerate(texts)])
-    queries = [entry("q", row, own[:3]) for row, own in enumerate(texts)]
-    write_lines(folder / "queries.jsonl", queries)
-    parts = np.split(np.arange(documents), [documents * 6 // 10, documents * 8 // 10])
-    for split, rows in zip(("train", "dev", "test"), parts, strict=True):
-        lines = [f"q{row}\tc{row}\t1" for row in rows.tolist()]
-        content = "\n".join(["query-id\tcorpus-id\tscore", *lines, ""])
-        (folder / "qrels" / f"{split}.tsv").write_text(content, encoding="utf-8")
+    texts = [draw.choice(WORDS, 12, replace=False).tolist() for _ in range(documents)]
+    queries = {f"q{row}": " ".join(own[:3]) for row, own in enumerate(texts)}
+    corpus = {f"c{row}": " ".join(own) for row, own in enumerate(texts)}
+    pairs = [f"q{row}\tc{row}" for row in range(documents)]
+    ends = documents * 6 // 10, documents * 8 // 10
+    parts = {"train": pairs[: ends[0]], "dev": pairs[ends[0] : ends[1]], "test": pairs[ends[1] :]}
+    write_beir(folder, queries, corpus, parts)
     return folder
 
 
-def entry(side: str, row: int, words: np.ndarray) -> dict[str, str]:
-    """Return a line of a BEIR file."""
-    return {"_id": f"{side}{row}", "text": " ".join(words)}
-
-
-def write_lines(file: Path, rows: list[dict[str, str]]) -> None:
-    """Write JSON lines."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def write_beir(
+    folder: Path, queries: dict[str, str], corpus: dict[str, str], judged: dict[str, list[str]]
+) -> None:
+    """Write texts by id, and judgments of each part as "query<tab>document"."""
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    for name, texts in (("queries", queries), ("corpus", corpus)):
+        rows = [json.dumps({"_id": own, "text": text}) + "\n" for own, text in texts.items()]
+        (folder / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+    for part, pairs in judged.items():
+        lines = ["query-id\tcorpus-id\tscore", *(f"{pair}\t1" for pair in pairs), ""]
+        (folder / "qrels" / f"{part}.tsv").write_text("\n".join(lines), encoding="utf-8")
 
 
 def images(folder: Path, train: int = 24, test: int = 12, size: int = 16) -> Path:

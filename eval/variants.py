@@ -14,7 +14,6 @@ each of them alone do in sum.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import toys
-from frame import Outcome, Settings, Store, command_line, print_runs, train
+from frame import Outcome, Run, Settings, command_line, print_runs, run_all, train
 from tasks import BERT, Retrieval, beginnings, beir_parts, on_features, vector_pairs
 
 from dualenc.data import Corpus, Mixture, PairDataset
@@ -34,22 +33,18 @@ from dualenc.objectives import GlobalCache, InfoNCE, Matryoshka
 from dualenc.search.embed.encode import embed
 from dualenc.search.mining import Rule, mine_negatives
 
+WORDS = 64  # after which texts of a mixture are cut
 LIMITS = {"mined, no limit": None, "mined, at most 0.95 of the positive": 0.95}
-NOWHERE = Path(os.devnull)
 
 
 def compare(
-    rows: Iterable[str],
-    seeds: int,
-    results: Path,
-    measure: Callable[[Settings], Outcome],
-    **common: Any,
-) -> None:
+    rows: Iterable[str], seeds: int, measure: Callable[[Settings], Outcome], **common: Any
+) -> list[Run]:
     """Train each row with each seed, and print a table."""
     wanted = [{**common, "trained on": row, "seed": seed} for row in rows for seed in range(seeds)]
-    store = Store(results)
-    store.get(wanted, measure)
-    print_runs("nDCG@10 on test queries", store.runs)
+    runs = list(run_all(wanted, measure, processes=1))
+    print_runs("nDCG@10 on test queries", runs)
+    return runs
 
 
 def with_negatives(model: DualEncoder, pairs: PairDataset, rule: Rule, **how: Any) -> PairDataset:
@@ -67,9 +62,7 @@ def with_negatives(model: DualEncoder, pairs: PairDataset, rule: Rule, **how: An
     return PairDataset(*columns, negatives=negatives, **modalities)
 
 
-def mined(
-    path: Path, epochs: int = 20, seeds: int = 3, dim: int = 256, results: Path = NOWHERE
-) -> None:
+def mined(path: Path, epochs: int = 20, seeds: int = 3, dim: int = 256) -> None:
     """Train again, on the pairs alone or with what the model mined, from `dim` features a text."""
     task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dim)
 
@@ -87,7 +80,7 @@ def mined(
         return task.test(model)
 
     common = {"task": path.name, "epochs": epochs, "num_negatives": 4}
-    compare(("before mining", "pairs alone", *LIMITS), seeds, results, measure, **common)
+    compare(("before mining", "pairs alone", *LIMITS), seeds, measure, **common)
 
 
 def beginning(model: DualEncoder, test: Retrieval, dim: int) -> float:
@@ -102,16 +95,12 @@ def beginning(model: DualEncoder, test: Retrieval, dim: int) -> float:
 
 
 def matryoshka(
-    path: Path,
-    epochs: int = 10,
-    batch_size: int = 128,
-    dims: Sequence[int] = (16, 32, 64, 128, 256),
-    seeds: int = 3,
-    results: Path = NOWHERE,
+    path: Path, epochs: int = 10, seeds: int = 3, dims: Sequence[int] = (16, 32, 64, 128, 256)
 ) -> None:
     """Train the whole vectors or several lengths, and measure the first components."""
     task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dims[-1])
-    pairs, trainer = task.pairs, {"epochs": epochs, "batch_size": batch_size}
+    pairs = task.pairs
+    trainer = {"epochs": epochs, "batch_size": min(128, len(pairs))}
 
     def measure(settings: Settings) -> Outcome:
         seed = settings["seed"]
@@ -125,34 +114,26 @@ def matryoshka(
         return {str(dim): beginning(model, task.test, dim) for dim in dims}
 
     common = {"task": path.name, **trainer, "dims": list(dims)}
-    compare(("whole vectors", "dims"), seeds, results, measure, **common)
+    compare(("whole vectors", "dims"), seeds, measure, **common)
 
 
-def mixture(
-    paths: Sequence[Path],
-    epochs: int = 2,
-    batch_size: int = 32,
-    seeds: int = 3,
-    words: int = 64,
-    results: Path = NOWHERE,
-) -> None:
-    """Train on sources alone and together; texts are cut after `words`."""
-    parts = {path.name: beginnings(path, words) for path in paths}
+def mixture(paths: Sequence[Path], epochs: int = 2, seeds: int = 3) -> list[Run]:
+    """Train on sources alone and together."""
+    parts = {path.name: beginnings(path, WORDS) for path in paths}
     sources = {name: pairs for name, (pairs, *_) in parts.items()}
     texts = [text for pairs in sources.values() for text in pairs.right_items]
-    tokenizer = train_tokenizer(texts, 8000, max_length=words)
+    tokenizer = train_tokenizer(texts, 8000, max_length=WORDS)
     mixtures = {f"{name} alone": Mixture({name: pairs}) for name, pairs in sources.items()} | {
         "together": Mixture(sources),
         "together, batches of one source": Mixture(sources, batches="one_source"),
         "together, with prompts": Mixture(sources, left_prompts={n: f"{n}: " for n in sources}),
     }
-    trainer = {"batch_size": batch_size, "epochs": epochs, "learning_rate": 3e-3}
+    trainer = {"batch_size": 32, "epochs": epochs, "learning_rate": 3e-3}
 
     def measure(settings: Settings) -> Outcome:
         pairs, seed = mixtures[settings["trained on"]], settings["seed"]
         torch.manual_seed(seed)
-        config = BERT | {"max_position_embeddings": words}
-        model = TextEncoder(config=config, tokenizer=tokenizer, max_length=words)
+        model = TextEncoder(config=BERT, tokenizer=tokenizer, max_length=WORDS)
         sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
         objective = InfoNCE(**sizes, temperature=0.05, seed=seed)
         begun = time.perf_counter()
@@ -163,8 +144,8 @@ def mixture(
             outcome |= {name: Retrieval(test._replace(queries=queries))(model)["ndcg@10"]}
         return outcome | {"seconds per run": round(time.perf_counter() - begun)}
 
-    common = {"sources": list(sources), "words": words, **trainer}
-    compare(mixtures, seeds, results, measure, **common)
+    common = {"sources": list(sources), "words": WORDS, **trainer}
+    return compare(mixtures, seeds, measure, **common)
 
 
 def check(folder: Path) -> None:
@@ -179,10 +160,9 @@ def check(folder: Path) -> None:
     some, whole = (beginning(same, task.test, dim) for dim in (4, 16))
     assert some < whole == task.test(same)["ndcg@10"]
     mined(one, epochs=1, seeds=2, dim=16)
-    matryoshka(one, epochs=1, batch_size=12, dims=(4, 16), seeds=1)
-    mixture([one, two], batch_size=4, seeds=1, words=16, results=folder / "runs.jsonl")
-    steps = [each.outcome["steps"] for each in Store(folder / "runs.jsonl").runs]
-    assert steps == [18, 18, 36, 36, 36]
+    matryoshka(one, epochs=1, seeds=1, dims=(4, 16))
+    steps = [each.outcome["steps"] for each in mixture([one, two], seeds=1)]
+    assert steps == [2, 2, 4, 4, 4]
 
 
 if __name__ == "__main__":
