@@ -9,16 +9,16 @@ right_id)`, by these names. Its constructor gets those of `temperature`, `num_le
 `views` and `seed` that it names. A method `set_progress(fraction)` is called before each batch with
 the share of the training that is done.
 
-Adapters: `outside.LibAUCViews` and `outside.LibAUCPairs` for LibAUC (`pip install libauc`), and
-`outside.FastCLIP` for https://github.com/Optimization-AI/fast_clip (the package `fastclip` on PyPI
-is another program). They scale losses so that the gradient of an anchor's first visit is that of
-`SogCLR`, and clipping treats all alike.
+Adapters: `outside.LibAUCPairs` (`pip install libauc`), and `outside.FastCLIP` for
+https://github.com/Optimization-AI/fast_clip (the package `fastclip` on PyPI is another program).
+They scale losses so that the gradient of an anchor's first visit is that of `SogCLR`, and clipping
+treats all alike.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,16 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, explain
 from dualenc.objectives import Objective
 from dualenc.objectives.anchors import Anchors
-
-GAMMA = 0.5
-"""Rate of LibAUC's moving averages: that of `SogCLR` in the same tables."""
-LIBAUC = "pip install libauc"
-FAST_CLIP = (
-    "clone https://github.com/Optimization-AI/fast_clip and put its src folder into PYTHONPATH"
-)
 
 
 def import_objective(path: str) -> Callable[..., Objective]:
@@ -44,29 +37,19 @@ def import_objective(path: str) -> Callable[..., Objective]:
     Raises:
         DualencError: there is no such class.
     """
-    found = import_class(path, "install its package, or put its folder into PYTHONPATH")
-    return found if issubclass(found, Objective) else partial(PlainLoss, found)
-
-
-def import_class(path: str, fix: str) -> type:
-    """Return the class at an import path, or raise an error with a fix."""
-    module_name, _, class_name = path.rpartition(".")
+    fix, where = "install its package, or put its folder into PYTHONPATH", f"objective {path}"
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
-        raise DualencError(str(error), fix=fix, where=f"objective {path}") from error
+        raise DualencError(str(error), fix=fix, where=where) from error
     if not inspect.isclass(found):
-        where = f"objective {path}"
-        raise DualencError(
-            "not a class", fix="name an Objective, or a class of a loss", where=where
-        )
-    return found
+        fix = "name an Objective, or a class of a loss"
+        raise DualencError("not a class", fix=fix, where=where)
+    return found if issubclass(found, Objective) else partial(PlainLoss, found)
 
 
 def report_progress(objective: Objective, num_batches: int) -> None:
     """Call `objective.set_progress`, if it has that, before each batch of a training."""
-    if not hasattr(objective, "set_progress"):
-        return
     num_seen = 0
 
     def before_batch(*_: Any) -> None:
@@ -75,7 +58,8 @@ def report_progress(objective: Objective, num_batches: int) -> None:
             objective.set_progress(num_seen / num_batches)
             num_seen += 1
 
-    objective.register_forward_pre_hook(before_batch)
+    if hasattr(objective, "set_progress"):
+        objective.register_forward_pre_hook(before_batch)
 
 
 class PlainLoss(Objective):
@@ -109,26 +93,16 @@ class PlainLoss(Objective):
         return loss.expand(anchors.rows.shape)
 
 
-class LibAUCViews(nn.Module):
-    """SogCLR of two views by LibAUC: one moving average per image, of exp(s/τ)."""
-
-    def __init__(self, temperature: float, num_left: int) -> None:
-        super().__init__()
-        loss_class = import_class("libauc.losses.contrastive.GCLoss_v1", LIBAUC)
-        self.loss = loss_class(N=num_left, tau=temperature, gamma=GAMMA)
-
-    def forward(self, left: Tensor, right: Tensor, left_id: Tensor) -> Tensor:
-        # Theirs is the sum over both views, of τ·L.
-        return self.loss(left, right, left_id.cpu()) / (2 * self.loss.tau)
-
-
 class LibAUCPairs(nn.Module):
     """SogCLR of two towers by LibAUC: averages of exp((s − s⁺)/τ), of both sides by the left id."""
 
     def __init__(self, temperature: float, num_left: int) -> None:
         super().__init__()
-        loss_class = import_class("libauc.losses.contrastive.GCLoss_v2", LIBAUC)
-        self.loss = loss_class(N=num_left, tau=temperature, gamma=GAMMA)
+        with explain("LibAUC's losses", "pip install libauc"):
+            from libauc.losses.contrastive import GCLoss_v2
+
+        # γ is that of `SogCLR` in the same tables.
+        self.loss = GCLoss_v2(N=num_left, tau=temperature, gamma=0.5)
 
     def forward(self, left: Tensor, right: Tensor, left_id: Tensor) -> Tensor:
         loss, _ = self.loss(left, right, left_id.cpu())
@@ -144,9 +118,11 @@ class FastCLIP(nn.Module):
 
     def __init__(self, temperature: float, num_left: int, num_right: int) -> None:
         super().__init__()
-        loss_class = import_class("fast_clip.loss.FastCLIPLoss", FAST_CLIP)
+        with explain("FastCLIP's loss", "clone its repository, and put src into PYTHONPATH"):
+            from fast_clip.loss import FastCLIPLoss
+
         self.temperature = temperature
-        self.loss = loss_class(
+        self.loss = FastCLIPLoss(
             data_size=max(num_left, num_right),
             gamma=0.2,
             gamma_schedule="cosine",

@@ -25,7 +25,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -49,6 +49,8 @@ from dualenc.training import Evaluator
 
 RATES = (1.0, 0.5, 2.0)
 """Factors of a task's learning rate; the first while τ is chosen."""
+TIMED = ("InfoNCE", "SogCLR+", "MomentumQueue", "GlobalCache", "ISIR")
+"""Rows whose steps are timed."""
 BEYOND_EDGE = 3
 """How often τ or the rate moves beyond the edge of what was to be tried."""
 Cell = tuple[int, str]
@@ -201,68 +203,52 @@ def run(
     store = Store(results or (VECTORS if task.startswith(("vectors", "copies")) else ENCODERS))
     cells: list[Cell] = list(product(batch_sizes, objectives))
     whole = TASKS[task](path, model)
-    opened = {
-        name_of(task, path, count): replace(whole, pairs=some_of(whole.pairs, count))
-        if count
-        else whole
-        for count in {pairs, tune_pairs}
-    }
+    opened = {name_of(task, path, None): whole}
+    for count in {pairs, tune_pairs} - {None}:
+        part = some_of(whole.pairs, count)
+        opened[name_of(task, path, count)] = replace(whole, pairs=part)
+    get = partial(store.get, run=partial(train_once, opened), processes=processes)
+    chosen: dict[Cell, Settings] = {cell: {"rate": rates[0]} for cell in cells}
 
     def settings(
-        cell: Cell, rate: float, tau: float, seed: int = 0, share: float = 1.0, tuning: bool = False
+        cell: Cell, seed: int, share: float, count: int | None = pairs, length: float = epochs
     ) -> Settings:
-        name = name_of(task, path, (tuning and tune_pairs) or pairs)
-        length = (tuning and tune_epochs) or epochs
+        name = name_of(task, path, count)
         return {
             "task": name,
             "objective": cell[1],
-            "batch_size": (tuning and tune_at) or cell[0],
+            "batch_size": cell[0],
             "pairs_seen": round(share * length * len(opened[name].pairs)),
-            "rate": rate,
-            "temperature": tau,
+            **chosen[cell],
             "seed": seed,
             "equal": "pairs" if share == 1 else equal,
         }
 
-    get = partial(store.get, run=partial(train_once, opened), processes=processes)
+    def held_out(name: str, tried: list[tuple[Cell, float]]) -> list[float]:
+        size = {"batch_size": tune_at} if tune_at else {}
+        shorter = tune_pairs or pairs, tune_epochs or epochs
+        wanted = [settings(own, 0, 1.0, *shorter) | size | {name: value} for own, value in tried]
+        return [each["validation"] for each in get(wanted)]
 
-    def tuned(
-        values: Sequence[float], settings_with: Callable[[Cell, float], Settings]
-    ) -> dict[Cell, float]:
-        def held_out(tried: list[tuple[Cell, float]]) -> list[float]:
-            return [each["validation"] for each in get([settings_with(*own) for own in tried])]
-
-        return tune(cells, values, held_out, BEYOND_EDGE)
-
-    tau = tuned(
-        temperatures or whole.temperatures,
-        lambda cell, value: settings(cell, rates[0], value, tuning=True),
-    )
-    rate = tuned(rates, lambda cell, value: settings(cell, value, tau[cell], tuning=True))
-
-    def outcomes_of(wanted: Iterable[tuple[Cell, int, float]]) -> list[Outcome]:
-        return get(
-            settings(cell, rate[cell], tau[cell], seed, share) for cell, seed, share in wanted
-        )
-
-    repeated = list(product(cells, range(seeds)))
-    found = outcomes_of((*each, 1.0) for each in repeated)
+    for name, values in (("temperature", temperatures or whole.temperatures), ("rate", rates)):
+        for cell, best in tune(cells, values, partial(held_out, name), BEYOND_EDGE).items():
+            chosen[cell][name] = best
+    # Each cell with all seeds, and the share of the pairs that it sees.
+    repeated = [(cell, seed, 1.0) for cell, seed in product(cells, range(seeds))]
+    found = get(settings(*each) for each in repeated)
     if equal == "passes":
-        shares = [share_of_passes(each["extra_encodes"]) for each in found]
-        found = outcomes_of((*each, share) for each, share in zip(repeated, shares, strict=True))
+        shares = (share_of_passes(each["extra_encodes"]) for each in found)
+        found = get(settings(*own[:2], share) for own, share in zip(repeated, shares, strict=True))
     if equal == "seconds":
         spent = np.reshape([each["seconds"] for each in found], (-1, seeds)).mean(axis=1)
-        # The whole budget, and the geometric mean of it and one.
-        tried = [
-            (cell, 0, share)
-            for cell, most in zip(cells, (seconds or spent.max()) / spent, strict=True)
-            for share in ([1.0, math.sqrt(most), float(most)] if most > 1.02 else [1.0])
-        ]
-        length, best = {}, dict.fromkeys(cells, -math.inf)
-        for (cell, _, share), outcome in zip(tried, outcomes_of(tried), strict=True):
-            if outcome["validation"] > best[cell]:
-                length[cell], best[cell] = share, outcome["validation"]
-        found = outcomes_of((cell, seed, length[cell]) for cell, seed in repeated)
+        longest: dict[Cell, float] = {}
+        for cell, most in zip(cells, (seconds or spent.max()) / spent, strict=True):
+            # The whole budget, and the geometric mean of it and one.
+            tried = [1.0, math.sqrt(most), float(most)] if most > 1.02 else [1.0]
+            outcomes = get(settings(cell, 0, share) for share in tried)
+            quality = [each["validation"] for each in outcomes]
+            longest[cell] = tried[quality.index(max(quality))]
+        found = get(settings(cell, seed, longest[cell]) for cell, seed, _ in repeated)
     for number, (batch_size, name) in enumerate(cells):
         tests = [each["test"] for each in found[number * seeds :][:seeds]]
         print(f"{name_of(task, path, pairs)} {name} B={batch_size}: {spread(tests)}", flush=True)
@@ -275,7 +261,6 @@ def name_of(task: str, path: Path, pairs: int | None) -> str:
 
 def steps(
     path: Path,
-    objectives: Sequence[str] = ("InfoNCE", "SogCLR+", "MomentumQueue", "GlobalCache", "ISIR"),
     batch_sizes: Sequence[int] = (32, 128, 512),
     steps: int = 600,
     repeats: int = 3,
@@ -288,7 +273,6 @@ def steps(
 
     Args:
         path: a BEIR folder, whose titles and texts become features.
-        objectives: names of rows.
         batch_sizes: B.
         steps: steps of a training at B = 32; of larger batches fewer, down to a fifth.
         repeats: trainings of each row, of which the median is shown.
@@ -299,23 +283,26 @@ def steps(
     lines: list[dict[str, object]] = []
     for batch_size in batch_sizes:
         length = max(steps // 5, steps * 32 // batch_size)
-        taken: dict[str, list[float]] = {name: [] for name in objectives}
-        for _, name in product(range(repeats), objectives):
-            torch.manual_seed(0)
-            objective = new_objective(name, opened, temperature=0.05)
-            clock: list[float] = []
-            objective.register_forward_pre_hook(
-                lambda *_, clock=clock: clock.append(time.process_time())
-            )
-            model = opened.new_model()
-            train(model, opened.pairs, objective, batch_size=batch_size, max_steps=length)
-            first = length // 4
-            taken[name].append(1000 * (clock[-1] - clock[first]) / (length - 1 - first))
-        base = statistics.median(taken[objectives[0]])
+        taken: dict[str, list[float]] = {name: [] for name in TIMED}
+        for _, name in product(range(repeats), TIMED):
+            taken[name].append(step_seconds(opened, name, batch_size, length))
+        medians = {name: 1000 * statistics.median(own) for name, own in taken.items()}
         for name, own in taken.items():
-            line = {"B": batch_size, "objective": name, "ms": statistics.median(own)}
-            lines.append(line | {"lowest": min(own), "× first": statistics.median(own) / base})
+            line = {"B": batch_size, "objective": name, "ms": medians[name]}
+            line |= {"lowest": 1000 * min(own), "× first": medians[name] / medians[TIMED[0]]}
+            lines.append(line)
     print_table(Table("A step of two perceptrons", lines))
+
+
+def step_seconds(task: Task, name: str, batch_size: int, steps: int) -> float:
+    """Return the mean seconds of the steps after the first quarter."""
+    torch.manual_seed(0)
+    clock: list[float] = []
+    objective = new_objective(name, task, temperature=0.05)
+    objective.register_forward_pre_hook(lambda *_: clock.append(time.process_time()))
+    train(task.new_model(), task.pairs, objective, batch_size=batch_size, max_steps=steps)
+    first = steps // 4
+    return (clock[-1] - clock[first]) / (steps - 1 - first)
 
 
 def check(folder: Path) -> None:
@@ -335,7 +322,7 @@ def check(folder: Path) -> None:
             share = share_of_passes(each.outcome["extra_encodes"])
             assert fewer.settings["pairs_seen"] == round(108 * share)
     report(results, samples=100)
-    steps(beir, ("InfoNCE", "SogCLR+"), (4,), steps=20, repeats=1, task="few")
+    steps(beir, (4,), steps=20, repeats=1, task="few")
 
 
 if __name__ == "__main__":

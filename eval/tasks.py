@@ -45,7 +45,6 @@ from dualenc.encoders import (
 )
 from dualenc.encoders.text import TokenCache
 from dualenc.encoders.vector import VectorPrepare, VectorTower
-from dualenc.evaluation.corrupted import nearest_images, summarize_nearest
 from dualenc.evaluation.image_text_retrieval import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
@@ -85,7 +84,6 @@ class Quality(Evaluator):
     per_query: list[float]
 
     def mean(self, per_query: Iterable[float]) -> dict[str, float]:
-        """Return the mean over the queries of a call."""
         self.per_query = list(per_query)
         return {self.primary: statistics.mean(self.per_query)}
 
@@ -150,24 +148,6 @@ class Neighbours(Quality):
         return found
 
 
-class PairRetrieval(KNNEvaluator):
-    """Top-1 retrieval of an image's other view among all (Cho et al., Table 1), and kNN."""
-
-    primary = "pair_top1"
-
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
-        views: list[list[np.ndarray]] = [[], []]
-        for start in range(0, len(self.test), 256):
-            rows = range(start, min(start + 256, len(self.test)))
-            for view, parts in enumerate(views):
-                seeds = [2 * row + view for row in rows]
-                inputs = model.left.prepare([self.test[row] for row in rows], seeds)
-                parts.append(model("left", inputs).detach().cpu().numpy())
-        both = np.stack([np.concatenate(parts) for parts in views], axis=1)
-        top1 = summarize_nearest(nearest_images(both))["top1"]
-        return {**super().__call__(model), "pair_top1": top1}
-
-
 @dataclass
 class Task:
     """Data, a model, and what is measured.
@@ -202,10 +182,9 @@ def default_model() -> str:
 
 
 def beir_parts(path: Path) -> tuple[PairDataset, RetrievalSet, RetrievalSet]:
-    """Return training pairs over their own documents; held-out and test queries over all documents.
+    """Return training pairs over their own documents; held-out and test queries over all of them.
 
-    Where the folder has no dev.tsv, the last thousand training queries, or a fifth of them, are
-    held out.
+    Where there is no dev.tsv, the last thousand training queries, or a fifth, are held out.
     """
     whole, test = BeirPairs(path, "train"), read_beir(path, "test")
     if (path / "qrels" / "dev.tsv").exists():
@@ -282,12 +261,9 @@ def on_features(
     sides = features(pairs.left_items), features(pairs.right_items)
     train = vector_pairs(*sides, pairs.left_id, pairs.right_id)
     documents = corpus(test.corpus)
-    parts = (
-        Retrieval(RetrievalSet(corpus(part.queries), documents, part.qrels))
-        for part in (validation, test)
-    )
+    own = (RetrievalSet(corpus(part.queries), documents, part.qrels) for part in (validation, test))
     new_model = partial(VectorEncoder, dim, tower="mlp", dim=64, hidden=512, shared=False)
-    return Task(new_model, train, *parts, learning_rate)
+    return Task(new_model, train, *map(Retrieval, own), learning_rate)
 
 
 def copies(path: Path, model: str, known: bool = False) -> Task:
@@ -341,12 +317,12 @@ def from_scratch(path: Path, model: str, config: dict[str, Any], both_sides: boo
 
     `both_sides`: the tokenizer is trained on queries as well.
     """
-    pairs, validation, test = beginnings(path, words=64)
+    pairs, *parts = beginnings(path, words=64)
     whole = beir_parts(path)[0]
-    texts = [*whole.left_items, *whole.right_items] if both_sides else whole.right_items
+    texts = [*(whole.left_items if both_sides else ()), *whole.right_items]
     tokenizer = train_tokenizer(texts, 8000, max_length=64)
     new_model = partial(TextEncoder, config=config, tokenizer=tokenizer, max_length=64)
-    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=3e-3)
+    return Task(new_model, pairs, *map(Retrieval, parts), learning_rate=3e-3)
 
 
 def minilm(
