@@ -1,16 +1,15 @@
 """Figures of docs/results.md and of the README, from the stores of `small_batch.py`.
 
 python eval/figures.py small_batch docs/figures
-python eval/bench/training_memory.py MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
+python eval/bench/memory.py fine_tuning MODEL MEDQUAD --out eval/results/fine_tuning_memory.jsonl
 python eval/figures.py memory "minilm_beginnings medquad, 1,536 pairs" docs/figures/memory.svg
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -80,53 +79,51 @@ def draw_headline(group: Sequence[Seeds], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for color, (name, label) in zip(COLORS, HEADLINE.items(), strict=False):
-        draw_spread(
-            axes, [e for e in group if e.objective == name], attrgetter("batch_size"), color, label
-        )
+        own = [each for each in group if each.objective == name]
+        draw_spread(axes, own, [each.batch_size for each in own], color, label)
     ticks = sorted({each.batch_size for each in group})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    finish(axes, "batch size, equal pairs seen", "nDCG@10 on test queries")
+    finish(axes, "batch size, equal pairs seen")
     axes.legend(frameon=False)
     path.write_text(as_svg(figure))
 
 
 def draw_spread(
-    axes: Axes, group: Sequence[Seeds], at: Callable[[Seeds], float], color: str, label: str
+    axes: Axes, group: Sequence[Seeds], at: Sequence[float], color: str, label: str
 ) -> None:
     """Draw mean and standard deviation of the test quality over seeds."""
     tests = [values(each.runs, "test") for each in group]
     means, deviations = map(statistics.mean, tests), map(statistics.stdev, tests)
     style = {"marker": "o", "markersize": 4, "capsize": 2, "color": color, "label": label}
-    axes.errorbar([at(each) for each in group], list(means), list(deviations), **style)
+    axes.errorbar(at, list(means), list(deviations), **style)
 
 
-def finish(axes: Axes, x_label: str, y_label: str) -> None:
+def finish(axes: Axes, x_label: str) -> None:
     """Label the axes, and leave out what is no data."""
     axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
+    axes.set_ylabel("nDCG@10 on test queries")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
 
 
 def draw_gaps(store: Store, path: Path) -> None:
-    """Draw how far objectives are above InfoNCE with the same settings.
+    """Draw how far objectives are above InfoNCE with the same settings, as far as there are runs.
 
-    By batch size, τ and epochs of one task, and by number of pairs of another, as far as there are
-    runs.
+    By batch size, epochs and τ of one task, and by number of pairs of another.
     """
-    groups = groups_of(store)
     panels: dict[str, dict[str, dict[float, float]]] = {}
 
-    def add(panel: str, at: float, entries: Iterable[tuple[str, float]]) -> None:
-        quality = dict(entries)
-        for name in set(GAPS_OF) & quality.keys() if "InfoNCE" in quality else ():
-            gap = quality[name] - quality["InfoNCE"]
-            panels.setdefault(panel, {}).setdefault(name, {})[at] = gap
+    def add(panel: str, at: float, quality: dict[str, float]) -> None:
+        for name in GAPS_OF:
+            if {name, "InfoNCE"} <= quality.keys():
+                curve = panels.setdefault(panel, {}).setdefault(name, {})
+                curve[at] = quality[name] - quality["InfoNCE"]
 
-    def at_size(group: Sequence[Seeds], size: int = ORDINARY_BATCH) -> list[tuple[str, float]]:
-        return [(each.objective, each.mean("test")) for each in group if each.batch_size == size]
+    def at_size(group: Sequence[Seeds], size: int = ORDINARY_BATCH) -> dict[str, float]:
+        return {each.objective: each.mean("test") for each in group if each.batch_size == size}
 
+    groups = groups_of(store)
     of_task = {seen: group for (task, seen), group in groups.items() if task == GAPS_IN}
     longest = max(of_task, key=lambda seen: len(of_task[seen]), default=0)
     for size in {each.batch_size for each in of_task.get(longest, [])}:
@@ -134,25 +131,28 @@ def draw_gaps(store: Store, path: Path) -> None:
     for seen, group in of_task.items():
         add("pairs seen", seen, at_size(group))
     same = {"batch_size": ORDINARY_BATCH, "rate": 1.0, "pairs_seen": longest, "equal": "pairs"}
-    by_tau: dict[float, list[Run]] = {}
-    for each in store.where(task=GAPS_IN, seed=0, **same):
-        by_tau.setdefault(each.settings["temperature"], []).append(each)
-    for tau, runs in by_tau.items():
-        entries = ((each.settings["objective"], each.outcome["test"]) for each in runs)
-        add("τ of all (one seed)", tau, entries)
+    by_tau: dict[float, dict[str, float]] = {}
+    for settings, outcome, _ in store.where(task=GAPS_IN, seed=0, **same):
+        of_tau = by_tau.setdefault(settings["temperature"], {})
+        of_tau[settings["objective"]] = outcome["test"]
+    for tau, quality in by_tau.items():
+        add("τ of all (one seed)", tau, quality)
     for (task, _), group in groups.items():
         if pairs := task.partition(", ")[2]:
             count = int(pairs.split()[0].replace(",", ""))
             add("pairs to train on (functions)", count, at_size(group))
-    if not panels:
-        return
+    if panels:
+        draw_panels(panels, path)
+
+
+def draw_panels(panels: dict[str, dict[str, dict[float, float]]], path: Path) -> None:
+    """Draw curves side by side, by the titles of the panels and the names of the curves."""
     figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
     every_axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (panel, curves) in zip(every_axes, panels.items(), strict=True):
         for color, name in zip(COLORS, GAPS_OF, strict=False):
-            points = sorted(curves.get(name, {}).items())
-            style = {"marker": "o", "markersize": 4, "color": color, "label": name}
-            axes.plot(*zip(*points), **style) if points else None
+            if points := sorted(curves.get(name, {}).items()):
+                axes.plot(*zip(*points), marker="o", markersize=4, color=color, label=name)
         axes.axhline(0, color="grey", linewidth=0.8)
         ticks = sorted({at for curve in curves.values() for at in curve})
         labels = [f"{tick:,g}" if tick < 1000 else f"{tick / 1000:,.0f}k" for tick in ticks]
@@ -177,29 +177,24 @@ def memory(
         task: name of the task in settings.
         figure: an SVG file to draw to.
         results: runs of `small_batch.py`.
-        measured: what `bench/training_memory.py` measured.
+        measured: what `bench/memory.py` measured.
     """
     mib = {
-        (each.settings["objective"], each.settings["batch_size"]): each.outcome["MiB"]
-        for each in Store(measured).runs
+        (settings["objective"], settings["batch_size"]): outcome["MiB"]
+        for settings, outcome, _ in Store(measured).runs
     }
     group = main_groups(Store(results))[task]
     canvas = Figure(figsize=(7.6, 3.6), layout="constrained")
     axes = canvas.add_subplot()
-
-    def needed(seeds: Seeds) -> float:
-        return mib[seeds.objective, seeds.batch_size]
-
     for color, name in zip(COLORS, OF_MEMORY, strict=False):
-        own = [e for e in group if e.objective == name and (name, e.batch_size) in mib]
+        own = [each for each in group if (name, each.batch_size) in mib and each.objective == name]
+        needed = [mib[name, each.batch_size] for each in own]
         if own:
             draw_spread(axes, own, needed, color, name)
-        for each in own:
-            at, style = (needed(each), each.mean("test")), {"fontsize": 7, "color": color}
-            axes.annotate(f"{each.batch_size}", at, (3, 3), textcoords="offset points", **style)
-    finish(
-        axes, "MiB of a training step beside the weights (numbers: B)", "nDCG@10 on test queries"
-    )
+        style = {"textcoords": "offset points", "fontsize": 7, "color": color}
+        for at, each in zip(needed, own, strict=True):
+            axes.annotate(f"{each.batch_size}", (at, each.mean("test")), (3, 3), **style)
+    finish(axes, "MiB of a training step beside the weights (numbers: B)")
     canvas.legend(frameon=False, fontsize=8, loc="outside right upper")
     figure.write_text(as_svg(canvas), encoding="utf-8")
 

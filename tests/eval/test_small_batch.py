@@ -39,7 +39,7 @@ def test_copies_are_false_negatives_that_training_may_know(
         assert grades.keys() >= {own.removesuffix("-copy") for own in grades}
 
 
-@pytest.mark.parametrize("name", rows.ROWS)
+@pytest.mark.parametrize("name", rows.OBJECTIVES)
 def test_every_row_is_an_objective(name: str) -> None:
     sizes = {"num_left": 9, "num_right": 9, "views": False, "seed": 0, "temperature": 0.1}
     assert rows.objective_of(name)(**sizes).temperature.item() == pytest.approx(0.1)
