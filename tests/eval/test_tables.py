@@ -21,7 +21,7 @@ CELLS = {
     "Compared with momentum queues, hard negatives and larger batches": 26,
     "Fine-tuning": 68,
 }
-"""Number of cells of each section that are compared."""
+"""Compared cells of each section."""
 NOT_KEPT = {
     ("GlobalCache: pool vs. control variate", None, "by memory"),
     ("Published encoders and images", "GlobalCache, 32", "Flickr8k"),
@@ -29,24 +29,19 @@ NOT_KEPT = {
 """Section, row and column of cells whose runs are not in a store: of estimators that have gone."""
 
 
-def rows_of_page() -> dict[str, list[list[str]]]:
-    """Return the rows of each section's last table, as the cells that a store has."""
-    text = PAGE.read_text(encoding="utf-8")
-    sections = {}
-    for part in re.split(r"^#{2,3} ", text, flags=re.MULTILINE)[1:]:
-        heading, _, body = part.partition("\n")
-        for block in re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE):
-            header, _, *lines = (line.split("|")[1:-1] for line in block.splitlines())
-            names = [name.strip() for name in header]
-            sections[heading] = [
-                [
-                    cell
-                    for name, cell in zip(names, line, strict=True)
-                    if not {(heading, None, name), (heading, line[0].strip(), name)} & NOT_KEPT
-                ]
-                for line in lines
-            ]
-    return sections
+def rows_of_page(heading: str) -> list[list[str]]:
+    """Return the rows of a section's last table, without the cells that no store has."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    body = re.split(r"^#{2,3} ", section, flags=re.MULTILINE)[0]
+    table = re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE)[-1]
+    header, _, *rows = (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()
+    )
+
+    def is_kept(row: list[str], name: str) -> bool:
+        return not {(heading, None, name), (heading, row[0], name)} & NOT_KEPT
+
+    return [[cell for name, cell in zip(header, row) if is_kept(row, name)] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -55,20 +50,19 @@ def rows_of_stores() -> dict[str, list[list[str]]]:
     rows: dict[str, list[list[str]]] = {}
     for path in (comparison.VECTORS, comparison.ENCODERS, comparison.FINE_TUNING):
         for table in comparison.page_tables(comparison.Store(path)):
-            own = [list(map(str, row.values())) for row in table.rows]
-            rows.setdefault(table.caption, []).extend(own)
+            rows.setdefault(table.caption, []).extend(table.cells())
     return rows
 
 
-@pytest.mark.parametrize("section", CELLS)
+@pytest.mark.parametrize(("section", "count"), CELLS.items())
 def test_a_table_of_the_page_is_that_of_the_stores(
-    section: str, rows_of_stores: dict[str, list[list[str]]]
+    section: str, count: int, rows_of_stores: dict[str, list[list[str]]]
 ) -> None:
     pattern = POINTS if section == "Fine-tuning" else SPREAD
 
-    def cells(row: list[str]) -> list[str]:
-        return pattern.findall("|".join(row[1:]))
+    def cells(rows: list[list[str]]) -> list[list[str]]:
+        return [pattern.findall("|".join(row[1:])) for row in rows]
 
-    page, stores = rows_of_page()[section], rows_of_stores[section]
-    assert [cells(row) for row in page] == [cells(row) for row in stores]
-    assert sum(len(cells(row)) for row in page) == CELLS[section]
+    page = cells(rows_of_page(section))
+    assert page == cells(rows_of_stores[section])
+    assert sum(map(len, page)) == count
