@@ -28,15 +28,7 @@ def mean(runs: Sequence[Run], what: str) -> float:
 
 
 class Seeds:
-    """All seeds of an objective at one batch size and length, with the settings chosen for it.
-
-    Args:
-        store: finished runs.
-        task: name of the task in settings.
-        objective: name of the objective.
-        batch_size: B.
-        pairs_seen: length of the training.
-    """
+    """All seeds of an objective at one batch size and length, with the settings chosen for it."""
 
     def __init__(
         self, store: Store, task: str, objective: str, batch_size: int, pairs_seen: int
@@ -81,14 +73,13 @@ class Seeds:
 
 def run_of_equal_passes(store: Store, one: Run) -> Run | None:
     """Return the run with the passes of InfoNCE: itself, where nothing more is encoded."""
-    if one.outcome["extra_encodes"] <= 0.01:
+    share = share_of_passes(one.outcome["extra_encodes"])
+    if share == 1:
         return one
-    wanted = one.settings["pairs_seen"] * share_of_passes(one.outcome["extra_encodes"])
     settings = {**one.settings, "equal": "passes"}
-    del settings["pairs_seen"]
+    wanted = share * settings.pop("pairs_seen")
     alike = store.where(**settings)
-    near = (each for each in alike if abs(each.settings["pairs_seen"] / wanted - 1) < 0.01)
-    return next(near, None)
+    return next((o for o in alike if abs(o.settings["pairs_seen"] / wanted - 1) < 0.01), None)
 
 
 def share_of_passes(extra_encodes: float) -> float:
@@ -138,12 +129,9 @@ def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]
     best = max(of_batch, key=lambda seeds: seeds.mean("test"), default=None)
     for seeds in group:
         line: dict[str, object] = {"objective": seeds.objective, "B": seeds.batch_size}
-        for equal, runs in (
-            ("pairs", seeds.runs),
-            ("passes", seeds.passes),
-            ("seconds", seeds.seconds),
-        ):
-            line[f"equal {equal}"] = spread(values(runs, "test"))
+        line["equal pairs"] = spread(values(seeds.runs, "test"))
+        line["equal passes"] = spread(values(seeds.passes, "test"))
+        line["equal seconds"] = spread(values(seeds.seconds, "test"))
         for name in ("linear_probe", "mean_log_rank"):
             if values(seeds.runs, name):
                 line[name.replace("_", " ")] = spread(values(seeds.runs, name))
@@ -154,10 +142,8 @@ def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]
             line[f"over InfoNCE, B = {best.batch_size}"] = over
         line["extra encodes"] = f"{seeds.mean('extra_encodes'):.2f}"
         line["seconds"] = "on a GPU" if seeds.on_gpu else f"{seeds.mean('seconds'):.0f}"
-        yield line | {
-            "rate, τ": f"{seeds.rate:g}, {seeds.temperature:g}",
-            "seeds": len(seeds.runs),
-        }
+        line["rate, τ"] = f"{seeds.rate:g}, {seeds.temperature:g}"
+        yield line | {"seeds": len(seeds.runs)}
 
 
 POOL = "GlobalCache: pool vs. control variate"
@@ -165,13 +151,8 @@ RIVALS = "Compared with momentum queues, hard negatives and larger batches"
 PERCEPTRONS = ("vectors papers", "vectors medquad")
 TEXTS = ("text papers", "text medquad", "text docstrings")
 FLICKR = "image_text flickr8k_112"
-PUBLISHED = (
-    "minilm scifact",
-    "minilm medquad",
-    "images cifar10",
-    "images tiny_imagenet100",
-    FLICKR,
-)
+IMAGES = ("images cifar10", "images tiny_imagenet100", FLICKR)
+PUBLISHED = ("minilm scifact", "minilm medquad", *IMAGES)
 SPENT = ("test", "seconds", "extra_encodes")
 ORDER = "NegativeCache GlobalCache ISIR SogCLR+ HCL EMC2 SogCLR ISogCLR InfoNCE DCL SigLIP SACLR"
 AT_32 = [f"{name} @ 32" for name in ORDER.split()]

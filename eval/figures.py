@@ -20,16 +20,12 @@ from matplotlib.figure import Figure
 
 from dualenc.evaluation.plots import COLORS, as_svg, lines
 
+# Where the gap to InfoNCE opens and closes.
 GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
-"""The task and objectives of the figure that shows where the gap to InfoNCE opens and closes."""
+# As many as can be told apart.
 DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache", "MomentumQueue")
-"""The objectives of the curves: as many as can be told apart."""
-HEADLINE = {
-    "GlobalCache": "GlobalCache",
-    "SogCLR+": "SogCLR(positive_in_softmax=True)",
-    "InfoNCE": "InfoNCE",
-}
-"""The objectives of the README's figure, and their labels."""
+# Labels of the README's figure.
+HEADLINE = {"GlobalCache": None, "SogCLR+": "SogCLR(positive_in_softmax=True)", "InfoNCE": None}
 OF_MEMORY = ("InfoNCE", "InfoNCE, cached by 8", "MomentumQueue", "GlobalCache+", "ISIR", "SogCLR+")
 
 
@@ -80,7 +76,7 @@ def draw_headline(group: Sequence[Seeds], path: Path) -> None:
     axes = figure.add_subplot()
     for color, (name, label) in zip(COLORS, HEADLINE.items(), strict=False):
         own = [each for each in group if each.objective == name]
-        draw_spread(axes, own, [each.batch_size for each in own], color, label)
+        draw_spread(axes, own, [each.batch_size for each in own], color, label or name)
     ticks = sorted({each.batch_size for each in group})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])

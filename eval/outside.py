@@ -32,11 +32,7 @@ from dualenc.objectives.anchors import Anchors
 
 
 def import_objective(path: str) -> Callable[..., Objective]:
-    """Return the class at an import path, or a constructor of a `PlainLoss` of it.
-
-    Raises:
-        DualencError: there is no such class.
-    """
+    """Return the class at an import path, or a constructor of a `PlainLoss` of it."""
     fix, where = "install its package, or put its folder into PYTHONPATH", f"objective {path}"
     try:
         found = pkgutil.resolve_name(path)

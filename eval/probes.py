@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,10 +25,10 @@ from dualenc.objectives.item_tables import (
 )
 from dualenc.objectives.outside_items import OutsideEncoder
 
+# Of a predictor; updates for each step of the towers.
 HIDDEN, PREDICTOR_RATE, UPDATES = 128, 1e-3, 2
-"""Width of a predictor, its learning rate, and its steps for each step of the towers."""
+# Ranks of a teacher's hard negatives, and the size of a group of pairs.
 LIKELY_POSITIVES, EDGES, GROUP = 30, 130, 16
-"""Ranks of a teacher's hard negatives, and the size of a group of pairs."""
 
 
 class PredictedPartition(SogCLR):
@@ -80,11 +81,6 @@ class SCENT(SogCLR):
 
     κ = 0 is SogCLR. α is such that γ_a is `gamma` at the running mean of log u (Wei et al. 2026,
     arXiv:2602.02877, where κ = 1 and α is chosen). On one rank.
-
-    Args:
-        kappa: κ.
-        mean_rate: rate of the running mean of log u.
-        **common: see `SogCLR`.
     """
 
     mean_log_u: Tensor
@@ -132,12 +128,10 @@ class SharedRobustTemperature(ISogCLR):
 
 
 class DualBank(MomentumQueue):
-    """InfoNCE of all pairs of the batch and of two queues, each anchor against all of them.
+    """InfoNCE of all P pairs of the batch and Q of two queues, each anchor against all of them.
 
     That makes up for the negatives that gradient accumulation loses (ContAccum, Kim et al. 2024,
     arXiv:2406.12356). For two towers on one rank.
-
-    Shapes: P pairs of the batch, Q of the queues, D dimension.
     """
 
     def __init__(self, **queue: Any) -> None:
@@ -161,18 +155,18 @@ class DualBank(MomentumQueue):
         totals = torch.stack([logits.logsumexp(dim=1), logits.logsumexp(dim=0)])
         both = totals - scores.diagonal()  # (2, P + Q)
         if self.updates_state:
-            for queue, own_ids, own in zip(
-                self.queues, anchors.candidate_ids, anchors.candidates, strict=True
-            ):
-                queue.write(own_ids, own.detach())
+            self.queues[0].write(right_ids, right.detach())
+            self.queues[1].write(left_ids, left.detach())
         return both.mean(dim=1, keepdim=True).expand(2, len(left))
 
 
 class FalseNegativeFilter(Objective):
     """Mixed into an objective: what `false_negatives` finds is no negative, on one rank.
 
-    Before `start`, a share of the training, all are negatives.
+    It returns ids (X, A, K), or -1. Before `start`, a share of the training, all are negatives.
     """
+
+    false_negatives: Callable[[Anchors], Tensor]
 
     def __init__(self, *, start: float = 0.4, **objective: Any) -> None:
         super().__init__(**objective)
@@ -188,10 +182,6 @@ class FalseNegativeFilter(Objective):
             with torch.no_grad():
                 anchors = with_positives(anchors, self.false_negatives(anchors))
         return super().anchor_losses(anchors, encoder)
-
-    def false_negatives(self, anchors: Anchors) -> Tensor:
-        """Return (X, A, K) ids of likely false negatives, padded with -1."""
-        raise NotImplementedError
 
 
 class GlobalFalseNegatives(FalseNegativeFilter):

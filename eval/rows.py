@@ -77,11 +77,7 @@ for size in (24, 128):
 
 
 def objective_of(name: str) -> Callable[..., Objective]:
-    """Return what constructs the objective of a row, by the row's name or an import path.
-
-    Raises:
-        DualencError: there is none.
-    """
+    """Return what constructs the objective of a row, by the row's name or an import path."""
     if name in OBJECTIVES:
         return OBJECTIVES[name]
     if "." in name:

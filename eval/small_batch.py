@@ -47,28 +47,20 @@ from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import Objective
 from dualenc.training import Evaluator
 
-RATES = (1.0, 0.5, 2.0)
-"""Factors of a task's learning rate; the first while τ is chosen."""
+RATES = (1.0, 0.5, 2.0)  # factors of a task's learning rate; the first while τ is chosen
+BEYOND_EDGE = 3  # how often τ or the rate moves beyond the edge of what was to be tried
 TIMED = ("InfoNCE", "SogCLR+", "MomentumQueue", "GlobalCache", "ISIR")
-"""Rows whose steps are timed."""
-BEYOND_EDGE = 3
-"""How often τ or the rate moves beyond the edge of what was to be tried."""
-Cell = tuple[int, str]
-"""Batch size and objective."""
+Cell = tuple[int, str]  # batch size and objective
 
 
 @dataclass
 class Curve(Evaluator):
-    """Quality on held-out data by pairs seen and seconds of work, without those of evaluations.
-
-    Attributes:
-        points: (pairs, seconds, quality) of each evaluation.
-    """
+    """Quality on held-out data by pairs seen and seconds of work, without those of evaluations."""
 
     quality: Quality
     pairs_per_evaluation: int
     primary: str = "validation"
-    points: list[tuple[int, float, float]] = field(default_factory=list)
+    points: list[tuple[int, float, float]] = field(default_factory=list)  # pairs, seconds, quality
     spent: float = 0.0
 
     def __call__(self, model: DualEncoder) -> dict[str, float]:

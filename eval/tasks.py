@@ -53,20 +53,13 @@ from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
 from dualenc.types import Inputs
 
 Autocast = Literal["bfloat16"] | None
-HELD_OUT = 1000
-"""Training queries that are held out where a folder has no dev.tsv, or a fifth of them."""
-DOCUMENTS = 10_000
-"""Documents that fine-tuned encoders search, the judged ones among them."""
+HELD_OUT = 1000  # training queries, or a fifth of them, where a folder has no dev.tsv
+DOCUMENTS = 10_000  # that fine-tuned encoders search, the judged ones among them
 BEGINNINGS = {"max_tokens": 32, "max_documents": 4000, "max_queries": 500, "autocast": "bfloat16"}
-"""Fine-tuning on a CPU."""
 LONG = BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}
-COPIED_PAIRS = 4000
-"""Pairs of the task with copies."""
-COPIED_SHARE = 0.2
-DROPPED_SHARE = 0.1
-"""Share of the words that a copy lacks."""
-CAPTIONS = 5
-"""Captions of an image of Flickr8k."""
+COPIED_PAIRS, COPIED_SHARE = 4000, 0.2
+DROPPED_SHARE = 0.1  # of the words of a copy
+CAPTIONS = 5  # of an image of Flickr8k
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
 BERT = SMALL | {"model_type": "bert", "num_hidden_layers": 1, "intermediate_size": 256}
 QWEN3 = SMALL | {"model_type": "qwen3", "num_hidden_layers": 2, "intermediate_size": 192}
@@ -150,26 +143,15 @@ class Neighbours(Quality):
 
 @dataclass
 class Task:
-    """Data, a model, and what is measured.
+    """Data, a model, and what is measured."""
 
-    Attributes:
-        new_model: function that constructs a model, from torch's random state.
-        pairs: M training pairs.
-        validation: quality to tune by.
-        test: quality to report, of the same kind.
-        learning_rate: about right at a batch of 32.
-        temperatures: τ to choose from.
-        evaluations: evaluations of a training, besides the one before it; 0 is one at its end.
-        mixed_precision: precision of training.
-    """
-
-    new_model: Callable[[], DualEncoder]
+    new_model: Callable[[], DualEncoder]  # from torch's random state
     pairs: PairDataset
-    validation: Quality
-    test: Quality
-    learning_rate: float
-    temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)
-    evaluations: int = 4
+    validation: Quality  # to tune by
+    test: Quality  # to report
+    learning_rate: float  # about right at a batch of 32
+    temperatures: tuple[float, ...] = (0.03, 0.05, 0.1)  # to choose τ from
+    evaluations: int = 4  # of a training, besides the one before it; 0 is one at its end
     mixed_precision: str = "no"
 
 
@@ -269,9 +251,8 @@ def on_features(
 def copies(path: Path, model: str, known: bool = False) -> Task:
     """Give a fifth of the documents a near copy under another id, as false negatives.
 
-    A copied training pair comes again, as a copy of its query with a copy of its document: the
-    document of either is a false negative of the other's query. `known`: they are known positives.
-    A test or held-out query whose document has a copy has two relevant documents.
+    A copied training pair comes again, as copies of both: the document of either is a false
+    negative of the other's query, or a known positive. In tests both documents are relevant.
     """
     pairs, *parts = beir_parts(path)
     draw = np.random.default_rng(0)
@@ -313,10 +294,7 @@ def without_words(text: str, draw: np.random.Generator) -> str:
 
 
 def from_scratch(path: Path, model: str, config: dict[str, Any], both_sides: bool = False) -> Task:
-    """Make a transformer with random weights and a tokenizer of the training documents.
-
-    `both_sides`: the tokenizer is trained on queries as well.
-    """
+    """Make a transformer with random weights and a tokenizer of documents, or of both sides."""
     pairs, *parts = beginnings(path, words=64)
     whole = beir_parts(path)[0]
     texts = [*(whole.left_items if both_sides else ()), *whole.right_items]
@@ -387,20 +365,16 @@ def image_text(path: Path, model: str) -> Task:
 
 
 def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
-    """Put perceptrons on vectors of images and captions, see `make_data.py`.
-
-    `one_item`: the captions of an image are one item, of which each step sees one at random.
-    """
+    """Put perceptrons on vectors, see `make_data.py`; captions of an image may be one item."""
     train, *parts = (pairs_in(path / f"{part}.npz") for part in ("train", "dev", "test"))
     sizes = train.left_items.shape[1], train.right_items.shape[1]
     if one_item:
-        captions = [
-            train.right_items[train.right_id[train.left_id == image]]
-            for image in range(train.num_left)
-        ]
-        # Where two captions of an image are the same, some come again.
-        several = np.stack([np.resize(own, (CAPTIONS, sizes[1])).ravel() for own in captions])
-        train = vector_pairs(train.left_items, several)
+        several = []
+        for image in range(train.num_left):
+            own = train.right_items[train.right_id[train.left_id == image]]
+            # Where two captions of an image are the same, some come again.
+            several.append(np.resize(own, (CAPTIONS, sizes[1])).ravel())
+        train = vector_pairs(train.left_items, np.stack(several))
     new_model = partial(CaptionEncoder, *sizes)
     return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=1e-3)
 

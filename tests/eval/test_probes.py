@@ -47,8 +47,9 @@ def batches(count: int, size: int = 16) -> Iterator[Tensor]:
         yield torch.randperm(NUM_PAIRS, generator=draw)[:size]
 
 
-def test_scents_averages_are_those_of_a_slow_loop() -> None:
-    scent = probes.SCENT(kappa=0.5, gamma=0.3, mean_rate=0.1, **COMMON)
+@pytest.mark.parametrize("kappa", [0.0, 0.5])
+def test_scents_averages_are_those_of_a_slow_loop(kappa: float) -> None:
+    scent = probes.SCENT(kappa=kappa, gamma=0.3, mean_rate=0.1, **COMMON)
     left, right = (side.double() for side in sides())
     exponentials = torch.cat([left @ right.T, right @ left.T]).div(0.2).exp()
     averages: dict[int, Tensor] = {}
@@ -63,7 +64,7 @@ def test_scents_averages_are_those_of_a_slow_loop() -> None:
             value = exponentials[row, ids[ids != row % NUM_PAIRS]].mean()
             if row in averages:
                 old = averages[row]
-                rate = torch.sigmoid(np.log(0.3 / 0.7) + 0.5 * (old.log() - center))
+                rate = torch.sigmoid(np.log(0.3 / 0.7) + kappa * (old.log() - center))
                 value = (1 - rate) * old + rate * value
             averages[row] = value
     expected = torch.stack(list(averages.values())).log()
