@@ -9,6 +9,7 @@ python eval/bench/embedding.py corruption PATH_TO_TINY_IMAGENET/val.parquet --si
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import sys
@@ -110,7 +111,7 @@ def write_texts(folder: Path, kind: str, count: int) -> Path:
     else:
         file = path / "corpus.jsonl" if kind == "beir" else path
         file.parent.mkdir(exist_ok=True)
-        toys.write_lines(file, rows)
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
