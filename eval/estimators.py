@@ -50,10 +50,7 @@ Window = tuple[Tensor, dict[str, list[float]]]
 
 @dataclass
 class FrozenPairs:
-    """Frozen embeddings and the pairs between them.
-
-    N may differ between the sides. With `views`, they are two views of the same images.
-    """
+    """Frozen embeddings and the pairs between them; with `views`, two views of the same images."""
 
     left: Tensor  # (N, D) unit-norm embeddings by id
     right: Tensor
@@ -67,8 +64,6 @@ class FrozenPairs:
     def __post_init__(self) -> None:
         self.left = self.left.detach().requires_grad_()
         self.right = self.right.detach().requires_grad_()
-        for name, ids in self.ids.items():
-            setattr(self, name, ids.to(self.left.device))
 
     @property
     def ids(self) -> dict[str, Tensor]:
@@ -92,7 +87,7 @@ class FrozenPairs:
     def build(self, kind: Callable[..., Objective], tau: float, **options: Any) -> Objective:
         """Make an objective of these pairs; `kind` is its class, or a function in its place."""
         sizes = {"num_left": len(self.left), "num_right": len(self.right), "views": self.views}
-        criterion = kind(**sizes, temperature=tau, **options).to(self.left.device)
+        criterion = kind(**sizes, temperature=tau, **options)
         sides = ((self.left_id, self.left), (self.right_id, self.right))
         criterion.set_counts(*(torch.bincount(ids, minlength=len(side)) for ids, side in sides))
         return criterion
@@ -159,16 +154,10 @@ def measure(
     batch_size: int,
     spans: Sequence[range],
     runs: int = 1,
-    oracle: Objective | None = None,
+    oracle: Objective | None = None,  # to compare steps of a span's first epoch with
     every: int = 1,
 ) -> list[list[Window]]:
-    """Run an objective, and return what each run shows in disjoint spans of epochs, in order.
-
-    Args:
-        at: function that returns the pairs by time in epochs.
-        build: function that makes the objective; takes the run's seed, which orders the pairs too.
-        oracle, every: exact objective to compare every so many steps of a span's first epoch with.
-    """
+    """Return what each run of an objective shows in disjoint spans of epochs, by time in epochs."""
     found: list[list[Window]] = [[] for _ in range(runs)]
     for seed, windows in enumerate(found):
         criterion = build(seed=seed)
@@ -234,10 +223,7 @@ def bias_of(means: Sequence[Tensor], exact: Tensor, gap: int = 0) -> tuple[float
 
 
 class Repaired(Objective):
-    """Mixed into an objective: weigh its losses by 1 − P(positive), as the same draws estimate it.
-
-    The repaired log-Q correction (Khrylchenko et al. 2025, arXiv:2507.09331).
-    """
+    """Losses weighed by 1 − P(positive) (Khrylchenko et al. 2025, arXiv:2507.09331)."""
 
     def losses(self, anchors: Anchors, plan: Any = None, outside: Tensor | None = None) -> Tensor:
         log_odds = super().losses(anchors, plan, outside)  # (X, A) log(Z/e⁺)
@@ -311,7 +297,6 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "ISIR draws": ISIR,
     "ExactGlobal": ExactGlobal,
 }
-MOVING = ("DCL", "ISIR", "NegativeCache", "GlobalCache", "GlobalCache, 2 encodes")
 
 
 def bias(
@@ -400,7 +385,8 @@ def drift(
 
     A step of "both roles" is compared with the exact gradient into its items.
     """
-    kinds = {name: OBJECTIVES[name] for name in MOVING} | {"SogCLR": partial(SogCLR, gamma=0.5)}
+    names = ("DCL", "ISIR", "NegativeCache", "GlobalCache", "GlobalCache, 2 encodes")
+    kinds = {name: OBJECTIVES[name] for name in names} | {"SogCLR": partial(SogCLR, gamma=0.5)}
     rows = []
     span = range(warm_up, warm_up + 1)
     for omega, tau, batch_size in product(drifts, temperatures, batch_sizes):

@@ -41,7 +41,7 @@ from dualenc.types import Inputs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import toys
-from frame import RESULTS, Outcome, Settings, Store, command_line, spread, train, tune
+from frame import RESULTS, Outcome, Run, Settings, Store, command_line, spread, train, tune
 from probes import OSGDBatches
 from tasks import new_encoder, open_parts
 
@@ -58,7 +58,6 @@ class Arm(NamedTuple):
     as_in: str | None = None  # another arm, whose temperature is taken instead
     batching: Callable[..., BatchSelector] = RandomBatches
     augmentations: int = AUGMENTATIONS  # of the stored ones
-    corrupted: bool = False  # also measure retrieval among corrupted versions
     resnet: bool = False
 
 
@@ -75,7 +74,7 @@ SELECTORS: dict[str, Callable[..., BatchSelector]] = {
     "bisection": SpectralBatches,
 }
 ARMS: dict[str, Arm] = {
-    **{name: Arm(kind, corrupted=True) for name, kind in BOTH.items()},
+    **{name: Arm(kind) for name, kind in BOTH.items()},
     "EMC2": Arm(EMC2),
     "ISIR": Arm(ISIR),
     "NegativeCache": Arm(NegativeCache),
@@ -88,7 +87,7 @@ ARMS: dict[str, Arm] = {
     "EMC2, 2 augmentations": Arm(EMC2, as_in="EMC2", augmentations=2),
     "EMC2, 8 augmentations": Arm(EMC2, as_in="EMC2", augmentations=8),
     **{
-        f"{name}, {how}": Arm(kind, as_in=name, batching=SELECTORS[how], corrupted=True)
+        f"{name}, {how}": Arm(kind, as_in=name, batching=SELECTORS[how])
         for name, kind in BOTH.items()
         for how in ("OSGD", "bisection")
     },
@@ -109,7 +108,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "saclr": [*BOTH, *(name for name in ARMS if name.startswith("SACLR"))],
     "burn-in": ["EMC2", *(name for name in ARMS if "burn-in" in name)],
     "augmentations": ["EMC2", *(name for name in ARMS if name.endswith("augmentations"))],
-    "batches": [name for name, arm in ARMS.items() if arm.corrupted],
+    "batches": [*BOTH, *(name for name, arm in ARMS.items() if arm.as_in in BOTH)],
     "selection": [name for name, arm in ARMS.items() if arm.resnet],
 }
 
@@ -194,7 +193,7 @@ class SmallImages:
         by_image = pairs_of_views(versions).unflatten(0, (len(some), len(ALL)))
         self.versions = by_image.transpose(1, 2)  # (n, 2, K, 3, S, S)
 
-    def measure(self, model: DualEncoder, corrupted: bool) -> Outcome:
+    def measure(self, model: DualEncoder) -> Outcome:
         """Probe the features, and find an image's other view (Cho et al., Table 1)."""
         train, validation, test = (embed(model.left.features, scaled(own)) for own in self.plain)
         train_labels, validation_labels, test_labels = self.labels
@@ -206,10 +205,8 @@ class SmallImages:
         for name, k in (("20-NN", 20), ("1-NN", 1)):
             found[name] = accuracy(knn_predict(train, train_labels, test, k=k), test_labels)
         found["pair"] = summarize_nearest(nearest_images(embed(model.left, self.pairs)))["top1"]
-        if corrupted:
-            nearest = nearest_versions(embed(model.left, self.versions))
-            found["version"] = summarize_nearest(nearest)["top1"]
-        return found
+        nearest = nearest_versions(embed(model.left, self.versions))
+        return found | {"version": summarize_nearest(nearest)["top1"]}
 
 
 @torch.inference_mode()
@@ -262,8 +259,7 @@ def train_arm(settings: Settings, folder: Path) -> Outcome:
     else:
         pairs, images = numbered(num_pairs), open_images(folder, num_pairs, num_test)
         prepare = StoredViews(images.plain[0], images.augmented[:, : arm.augmentations])
-        new_model = partial(SmallEncoder, prepare)
-        measure = partial(images.measure, corrupted=arm.corrupted)
+        new_model, measure = partial(SmallEncoder, prepare), images.measure
     torch.manual_seed(seed)
     model = new_model()
     shared = {"num_left": num_pairs, "temperature": settings["temperature"], "views": True}
@@ -318,20 +314,21 @@ def run(
     report(results)
 
 
-def row_of(store: Store, name: str, size: Settings) -> dict[str, object]:
+def chosen_by(runs: Sequence[Run], name: str) -> tuple[float, list[Outcome]]:
+    """Return the value of a setting that was chosen, which has most seeds, with its outcomes."""
+    by_value: dict[float, list[Outcome]] = {}
+    for each in runs:
+        by_value.setdefault(each.settings[name], []).append(each.outcome)
+    # With one seed, the best on validation images.
+    return max(by_value.items(), key=lambda own: (len(own[1]), own[1][0].get("validation", 0)))
+
+
+def row_of(runs: Sequence[Run]) -> dict[str, object]:
     """Return the metrics of an arm over seeds, at the temperature that was chosen."""
-    by_temperature: dict[float, list[Outcome]] = {}
-    for each in store.where(arm=name, **size):
-        by_temperature.setdefault(each.settings["temperature"], []).append(each.outcome)
-    if not by_temperature:
-        return {}
-    # The chosen temperature has all seeds; if that is only one, it is the best.
-    chosen, found = max(
-        by_temperature.items(), key=lambda own: (len(own[1]), own[1][0].get("validation", 0))
-    )
+    temperature, found = chosen_by(runs, "temperature")
     metrics = [metric for metric in found[0] if metric != "validation"]
     row = {metric: spread([each[metric] for each in found]) for metric in metrics}
-    return {"arm": name, "τ": str(chosen), **row}
+    return {"arm": runs[0].settings["arm"], "τ": str(temperature), **row}
 
 
 def report(results: Path = FOUND) -> None:
@@ -344,10 +341,10 @@ def report(results: Path = FOUND) -> None:
     sizes = {tuple(each.settings[name] for name in names) for each in store.runs}
     for size, (experiment, arms) in itertools.product(sorted(sizes), EXPERIMENTS.items()):
         own = dict(zip(names, size))
-        if rows := [row for name in arms if (row := row_of(store, name, own))]:
-            print_table(
-                Table(f"{experiment} on {size[0]}: {size[1]} images, {size[2]} steps", rows)
-            )
+        found = [runs for name in arms if (runs := store.where(arm=name, **own))]
+        title = f"{experiment} on {size[0]}: {size[1]} images, {size[2]} steps"
+        if found:
+            print_table(Table(title, [row_of(runs) for runs in found]))
 
 
 def check(folder: Path) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from scipy.stats import gmean
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dualenc.batching import RandomBatches
 from dualenc.data import Corpus, PairDataset, TableViews, open_corpus, open_pairs
@@ -47,7 +48,7 @@ from dualenc.workflows.labeled_images import random_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import toys
-from augmented import SmallEncoder, scaled, views_of
+from augmented import SmallEncoder, chosen_by, scaled, views_of
 from estimators import FrozenPairs
 from frame import RESULTS, Outcome, Settings, Store, command_line, tune
 from tasks import open_parts
@@ -58,7 +59,6 @@ POINTS = 24
 """Steps at which the exact loss is measured, evenly spaced in log steps."""
 CHUNK = 64
 """Items that `checkpoints` encodes at once."""
-IDS = ("left_id", "right_id")
 OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "SimCLR": InfoNCE,
     "SogCLR": SogCLR,
@@ -84,41 +84,23 @@ def exact_gradient(
     """Return the exact loss L(θ), ‖∇L(θ)‖² with respect to trainable weights, and the embeddings.
 
     L(θ) is the mean of −s(x, y)/τ + log Σ_z exp(s(x, z)/τ) over all anchors x, z being their
-    negatives. The set is encoded twice: without a graph for the loss, and then chunk by chunk to
-    backpropagate its gradient on the embeddings.
-
-    Args:
-        model: model in evaluation mode.
-        encode: function from a side and inputs to (n, D) unit-norm embeddings.
-        chunks: inputs of each side's items.
-        pairs: function from the embeddings of both sides.
-        temperature: τ.
+    negatives. To save memory, each chunk is encoded again in the backward pass.
     """
-    with torch.no_grad():
-        left, right = (torch.cat([encode(side, own) for own in chunks[side]]) for side in SIDES)
+    left, right = (
+        torch.cat([checkpoint(encode, side, own, use_reentrant=False) for own in chunks[side]])
+        for side in SIDES
+    )
     frozen = pairs(left.double(), right.double())
-    gradient, loss = frozen.exact(temperature)
-    model.zero_grad(set_to_none=True)
-    start = 0
-    for side, inputs in [(each, own) for each in SIDES for own in chunks[each]]:
-        embeddings = encode(side, inputs)
-        on_embeddings = gradient[start : start + len(embeddings)].to(embeddings)
-        # A tower whose weights are all frozen gives embeddings without a graph.
-        if embeddings.requires_grad:
-            embeddings.backward(on_embeddings)
-        start += len(embeddings)
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    squared = sum(float(own.double().square().sum()) for own in gradients)
-    model.zero_grad(set_to_none=True)
+    on_embeddings, loss = frozen.exact(temperature)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    both = torch.cat([left, right])
+    gradients = torch.autograd.grad(both, weights, on_embeddings.to(both), allow_unused=True)
+    squared = sum(float(own.double().square().sum()) for own in gradients if own is not None)
     return loss, squared, frozen
 
 
 def convolutions(pixels: Tensor) -> nn.Module:
-    """Return `SmallEncoder`'s layers with the statistics that BatchNorm has on (M, 3, S, S).
-
-    An embedding is then a function of its own image alone, and the exact loss that of the function
-    which is trained.
-    """
+    """Return `SmallEncoder`'s layers with the fixed statistics of BatchNorm on (M, 3, S, S)."""
     tower = SmallEncoder(None).left
     for layer in tower.modules():
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
@@ -157,15 +139,12 @@ def descend(settings: Settings, folder: Path) -> Outcome:
     optimizer = torch.optim.SGD(network.parameters(), lr=settings["rate"])
     batches = RandomBatches(images, settings["batch_size"], seed=seed)
     sides: dict[Side, Tensor] = {"left": views[:, 0], "right": views[:, 1]}
-    chunks = {side: [items] for side, items in sides.items()}
+    chunks = {side: [torch.arange(images)] for side in SIDES}
     pairs = partial(FrozenPairs.one_to_one, views=True)
     measured_at = {int(step) for step in np.geomspace(min(100, steps), steps, POINTS)}
 
-    def encode(side: Side, items: Tensor) -> Tensor:
-        return unit_norm(network(items))
-
-    def of_rows(side: Side, rows: Tensor) -> Tensor:
-        return encode(side, sides[side][rows])
+    def encode(side: Side, rows: Tensor) -> Tensor:
+        return unit_norm(network(sides[side][rows]))
 
     def measure(step: int) -> tuple[int, float, float]:
         point = exact_gradient(network, encode, chunks, pairs, settings["temperature"])
@@ -181,7 +160,7 @@ def descend(settings: Settings, folder: Path) -> Outcome:
         for group in optimizer.param_groups:
             group["lr"] = settings["rate"] * 0.5 * (1 + math.cos(math.pi * step / steps))
         left, right = unit_norm(network(views[rows].transpose(0, 1).flatten(0, 1))).chunk(2)
-        loss = objective(left, right, rows, encode=of_rows).loss
+        loss = objective(left, right, rows, encode=encode).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -200,7 +179,6 @@ def run(
     rates: Sequence[float] = (0.1, 0.3),
     tune_steps: int = 20_000,
     seeds: int = 3,
-    processes: int = 1,
     results: Path = FOUND,
 ) -> None:
     """Choose the rate of each objective, and train with all seeds.
@@ -213,17 +191,15 @@ def run(
         rates: learning rates to choose from; a single one is taken as it is.
         tune_steps: steps of a run that is to choose a rate, with the first seed.
         seeds: number of seeds.
-        processes: trainings at once.
         results: file of finished runs.
     """
-    stored_views(folder, images, network)  # processes inherit them
     store, once = Store(results), partial(descend, folder=folder)
     common = {"network": network, "images": images, "batch_size": 4, "temperature": 0.2}
 
     def negative_losses(tried: list[tuple[str, float]]) -> list[float]:
         trial = {**common, "steps": tune_steps, "seed": 0}
         wanted = [{**trial, "objective": name, "rate": rate} for name, rate in tried]
-        return [-found["loss"] for found in store.get(wanted, once, processes)]
+        return [-found["loss"] for found in store.get(wanted, once)]
 
     chosen = tune(list(OBJECTIVES), rates, negative_losses, beyond_edge=4)
     wanted = [
@@ -231,7 +207,7 @@ def run(
         for name, rate in chosen.items()
         for seed in range(seeds)
     ]
-    store.get(wanted, once, processes)
+    store.get(wanted, once)
     report(results, network, images)
 
 
@@ -254,13 +230,10 @@ def report(
     rows, curves = [], {}
     value, ylabel, scale, mean = AXES[network]
     for name in OBJECTIVES:
-        by_rate: dict[float, list[Outcome]] = {}
-        for each in store.where(**own_set, objective=name, steps=longest):
-            by_rate.setdefault(each.settings["rate"], []).append(each.outcome)
-        if not by_rate:
+        runs = store.where(**own_set, objective=name, steps=longest)
+        if not runs:
             continue
-        # Of trial runs that were as long, the rate that was chosen has all seeds.
-        rate, own = max(by_rate.items(), key=lambda found: len(found[1]))
+        rate, own = chosen_by(runs, "rate")
         losses = [each["loss"] for each in own]
         squared = sorted(each["squared_gradient"] for each in own)
         row = {"objective": name, "rate": rate, "exact loss": statistics.mean(losses)}
@@ -281,51 +254,35 @@ def report(
 def prepared(
     model: DualEncoder, data: Corpus | PairDataset, rows: np.ndarray
 ) -> tuple[dict[Side, list[Inputs]], Callable[..., FrozenPairs]]:
-    """Prepare each item of chosen pairs once; return them with their pairs.
+    """Prepare each item of the pairs `rows` once, or two augmentations of each image."""
+    prepare: dict[Side, Any] = {side: model.tower(side).prepare for side in SIDES}
+    if not isinstance(data, PairDataset):
+        parts = torch.from_numpy(rows).split(CHUNK)
 
-    Args:
-        model: model whose towers prepare.
-        data: pairs, or images, of which two augmentations are a pair.
-        rows: (M,) numbers of pairs or images.
-    """
-    items: dict[Side, np.ndarray] = dict.fromkeys(SIDES, rows)
-    known: dict[str, Any] = {"views": True, **dict.fromkeys(IDS, torch.arange(len(rows)))}
-    if isinstance(data, PairDataset):
-        own = {"left": data.left_id[rows], "right": data.right_id[rows]}
-        unique = {side: np.unique(own[side], return_inverse=True) for side in SIDES}
-        items = {side: unique[side][0] for side in SIDES}
-        known = {name: torch.from_numpy(unique[side][1]) for name, side in zip(IDS, SIDES)}
-        for side, others in zip(SIDES, (items["right"], items["left"])):
-            listed = data.positives(side, own[side])
-            places = np.searchsorted(others, listed).clip(max=len(others) - 1)
-            # Positives that are not in the set are −1, as padding is.
-            is_in_set = others[places] == listed
-            known[f"{side}_positives"] = torch.from_numpy(np.where(is_in_set, places, -1))
+        def augmented(side: Side, ids: list[int]) -> Inputs:
+            seeds = augmentation_seeds(0, 0, ids, side)
+            return SimCLRPrepare(prepare[side])([data[row] for row in ids], seeds)
 
-    def inputs(side: Side, ids: list[int]) -> Inputs:
-        prepare: Any = model.tower(side).prepare
-        if isinstance(data, PairDataset):
-            return prepare([data.item(side, item) for item in ids])
-        seeds = augmentation_seeds(0, 0, ids, side)
-        return SimCLRPrepare(prepare)([data[row] for row in ids], seeds)
-
-    chunks = {
-        side: [inputs(side, part.tolist()) for part in torch.from_numpy(own).split(CHUNK)]
-        for side, own in items.items()
-    }
+        chunks = {side: [augmented(side, part.tolist()) for part in parts] for side in SIDES}
+        return chunks, partial(FrozenPairs.one_to_one, views=True)
+    chunks, known = {}, {}
+    ids = {side: data.item_ids(side)[rows] for side in SIDES}
+    for side, other in zip(SIDES, reversed(SIDES)):
+        items, own = np.unique(ids[side], return_inverse=True)
+        parts = torch.from_numpy(items).split(CHUNK)
+        chunks[side] = [prepare[side]([data.item(side, int(i)) for i in part]) for part in parts]
+        listed, others = data.positives(side, ids[side]), np.unique(ids[other])
+        places = np.where(np.isin(listed, others), np.searchsorted(others, listed), -1)
+        known |= {
+            f"{side}_id": torch.from_numpy(own),
+            f"{side}_positives": torch.from_numpy(places),
+        }
     return chunks, partial(FrozenPairs, **known)
 
 
 def uniformity(vectors: Tensor) -> float:
     """Return log of the mean of exp(−2‖x − y‖²) over pairs of rows (Wang & Isola 2020, Eq. 8)."""
     return float(torch.pdist(vectors).square().mul(-2).exp().mean().log())
-
-
-def effective_rank(vectors: Tensor) -> float:
-    """Return exp of the entropy of the normalized singular values (RankMe: Garrido et al. 2023)."""
-    values = torch.linalg.svdvals(vectors)
-    shares = values / values.sum()
-    return float(torch.special.entr(shares).sum().exp())
 
 
 def overlap(positives: Tensor, negatives: Tensor) -> float:
@@ -337,24 +294,16 @@ def overlap(positives: Tensor, negatives: Tensor) -> float:
 def geometry(pairs: FrozenPairs) -> dict[str, float]:
     """Describe how the embeddings of pairs lie to one another."""
     left, right = pairs.left.detach()[pairs.left_id], pairs.right.detach()[pairs.right_id]
-    is_positive = pairs.left_id[:, None] == pairs.left_id
-    is_positive |= pairs.right_id[:, None] == pairs.right_id
-    if pairs.left_positives is not None:
-        is_positive |= (pairs.left_positives[:, :, None] == pairs.right_id).any(dim=1)
-    positives, negatives = (left * right).sum(dim=1), (left @ right.T)[~is_positive]
+    listed = pairs.right_id[:, None] if pairs.left_positives is None else pairs.left_positives
+    is_positive = (listed[:, :, None] == pairs.right_id).any(dim=1)
+    cosines = left @ right.T
     return {
-        "alignment": float((left - right).square().sum(dim=1).mean()),  # Wang & Isola, Eq. 7
         "uniformity": (uniformity(left) + uniformity(right)) / 2,
-        "effective rank": (effective_rank(left) + effective_rank(right)) / 2,
-        "positive cosine": float(positives.mean()),
-        "negative cosine": float(negatives.mean()),
-        "overlap": overlap(positives, negatives),
+        "overlap": overlap(cosines.diagonal(), cosines[~is_positive]),
     }
 
 
-def checkpoints(
-    run: Path, data: str, pairs: int = 500, temperature: float = 0.07, split: str = "train"
-) -> None:
+def checkpoints(run: Path, data: str, pairs: int = 500, temperature: float = 0.07) -> None:
     """Measure every checkpoint of a run, and print a table.
 
     Args:
@@ -362,17 +311,14 @@ def checkpoints(
         data: pairs or images.
         pairs: random pairs to measure on.
         temperature: τ of the loss.
-        split: split of a folder or hub name.
     """
     model = load_model(str(run / "model"), device="cpu").eval()
-    if model.kind == "image":
-        items = open_corpus(data, modality="image", split=split)
-    else:
-        items = open_pairs(data, split=split)
+    is_image = model.kind == "image"
+    items = open_corpus(data, modality="image") if is_image else open_pairs(data)
     chunks, as_pairs = prepared(model, items, random_rows(len(items), pairs, seed=0))
     rows = []
-    for step, checkpoint in Checkpoints(run / "checkpoints").finished():
-        state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)
+    for step, folder in Checkpoints(run / "checkpoints").finished():
+        state = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
         model.load_state_dict(state["model"])
         loss, squared, embedded = exact_gradient(model, model, chunks, as_pairs, temperature)
         # Gradient norms fall by orders of magnitude.
