@@ -165,6 +165,16 @@ class Provenance:
         return cls(**known, other=other, order=tuple(entries))
 
     @classmethod
+    def unchecked(cls, folder: StrPath, kinds: Mapping[str, Any] | None = None) -> Provenance:
+        """Read the meta.json of a folder that was checked before, or is checked by the caller.
+
+        Args:
+            folder: folder with the file meta.json.
+            kinds: types of required entries, see `read_json_object`.
+        """
+        return cls.from_entries(read_json_object(Path(folder) / META, kinds))
+
+    @classmethod
     def from_folder(
         cls,
         folder: Path,
@@ -252,6 +262,16 @@ class Provenance:
     def write(self, folder: StrPath) -> None:
         """Write the meta.json of a folder."""
         write_json(Path(folder) / META, self.entries())
+
+
+class Recorded:
+    """Base class of vectors with a record: embeddings, indexes and collections of an engine."""
+
+    provenance: Provenance
+
+    def record(self, **entries: Any) -> None:
+        """Change entries of the provenance, such as the search `settings`."""
+        self.provenance = self.provenance.updated(**entries)
 
 
 _HINTS = get_type_hints(Provenance)

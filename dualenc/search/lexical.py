@@ -31,7 +31,6 @@ from dualenc.errors import DualencError, explain
 from dualenc.io.checksums import recorded, verify_files
 from dualenc.io.files import atomic_folder, is_folder_of
 from dualenc.io.provenance import META, Provenance
-from dualenc.io.reading import read_json_object
 from dualenc.types import check_several
 
 FOLDER = "bm25"
@@ -176,7 +175,7 @@ class Lexical:
         folder = Path(index) / FOLDER
         if not folder.is_dir():
             raise DualencError("lacks a BM25 index", fix=AGAIN, where=index)
-        own = Provenance.from_entries(read_json_object(folder / META))
+        own = Provenance.unchecked(folder)
         own.check(folder / META, ["version", "count", "ids", "files"], AGAIN)
         if own.ids != checksum:
             raise DualencError("is of other texts than the index", fix=AGAIN, where=folder)

@@ -24,7 +24,7 @@ import pyarrow as pa
 from dualenc.data.store.items import ORDER, Ids, ItemTable, item_batch, read_batches, rows_of
 from dualenc.errors import DualencError
 from dualenc.io.checksums import verify_files
-from dualenc.io.provenance import META, Provenance
+from dualenc.io.provenance import META, Provenance, Recorded
 from dualenc.io.reading import read_json_object, with_home
 from dualenc.types import check_several
 
@@ -37,7 +37,7 @@ AGAIN = "run the same `dualenc embed` again"
 Array = Any
 
 
-class Embeddings:
+class Embeddings(Recorded):
     """N vectors with their ids, in memory or on disk.
 
     Vectors on disk are memory-mapped, so opening a folder reads next to nothing.
@@ -116,10 +116,6 @@ class Embeddings:
     def dim(self) -> int:
         """D, the size of the vectors."""
         return int(self.vectors.shape[1])
-
-    def record(self, **entries: Any) -> None:
-        """Change entries of the provenance."""
-        self.provenance = self.provenance.updated(**entries)
 
     def rows_of(self, ids: Sequence[str]) -> np.ndarray:
         """Return the row of each id, (n,); -1 for an id without a vector."""

@@ -15,7 +15,7 @@ import pyarrow as pa
 from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import remove
-from dualenc.io.provenance import Provenance
+from dualenc.io.provenance import Provenance, Recorded
 from dualenc.io.terminal import printable
 from dualenc.search.engines.pushed_folder import (
     AGAIN,
@@ -51,7 +51,7 @@ VECTORS_AT_ONCE = 1024
 """Vectors requested from an engine at once."""
 
 
-class Engine(ABC):
+class Engine(Recorded, ABC):
     """N vectors in a database, searched like an `Index`.
 
     Create one with `push_embeddings` or `open_engine` of `dualenc.search.engines.factory`.
@@ -92,10 +92,6 @@ class Engine(ABC):
 
     def __len__(self) -> int:
         return self.provenance.count
-
-    def record(self, **entries: Any) -> None:
-        """Change entries of the provenance, such as the search `settings`."""
-        self.provenance = self.provenance.updated(**entries)
 
     # A push: `new`; `create` in a transaction; `stored_ids` and `add` in a transaction per batch;
     # `count_rows`, `remove_others` and `finish` in a last one; `save`.

@@ -23,7 +23,7 @@ from dualenc.data.readers.vectors import load_npy
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path, save_array, write_json
-from dualenc.io.provenance import META, Provenance
+from dualenc.io.provenance import Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
@@ -245,7 +245,7 @@ def tune_folder(
     measured = tune(index, queries, filters, target)
     settings = index.provenance.settings
     # Read again: the opened index may be of an earlier generation of the folder.
-    recorded = Provenance.from_entries(read_json_object(folder / META))
+    recorded = Provenance.unchecked(folder)
     recorded.updated(settings=settings).write(folder)
     with atomic_path(folder / VECTORS) as part:
         # Only the half that `tune` measures with: `measure_again` repeats that.

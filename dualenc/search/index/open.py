@@ -36,7 +36,7 @@ from dualenc.io.files import (
     locked,
     recover,
 )
-from dualenc.io.provenance import META, SOURCE_ENTRIES, Provenance
+from dualenc.io.provenance import META, SOURCE_ENTRIES, Provenance, Recorded
 from dualenc.io.targets import check_outside
 from dualenc.search.index.build import build_faiss, building_folder, fit_factory
 from dualenc.search.index.database import Database, as_embeddings, as_queries
@@ -93,7 +93,7 @@ def as_hit(id: str, score: float, text: str | None, columns: dict[str, Any]) -> 
     return Hit(id, score, text or "", present)
 
 
-class Index:
+class Index(Recorded):
     """FAISS index with the ids of its N rows; create one with `Index.build` or `Index.open`.
 
     Saved indexes are memory-mapped, so opening one takes little memory and time.
@@ -285,10 +285,6 @@ class Index:
         items = ItemTable([folder / ITEMS], index.ntotal, REBUILD)
         stored = (items.texts, items.columns, refine_file, items.hashes)
         return cls(index, items.ids, provenance, *stored)
-
-    def record(self, **entries: Any) -> None:
-        """Change entries of the provenance, such as the search `settings`."""
-        self.provenance = self.provenance.updated(**entries)
 
     def close(self) -> None:
         """Do nothing: the files are unmapped with the object. Engines close their connection."""

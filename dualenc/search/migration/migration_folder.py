@@ -17,7 +17,7 @@ from dualenc.data.store.items import ITEMS, read_batches
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import is_folder_of, is_locked, recover, remove, write_json
-from dualenc.io.provenance import META, Provenance
+from dualenc.io.provenance import Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.types import StrPath
 
@@ -123,7 +123,7 @@ def is_replaced(folder: StrPath) -> bool:
 
 def read_record(folder: StrPath) -> Provenance:
     """Return what the meta.json of an index records, without checking its files."""
-    return Provenance.from_entries(read_json_object(Path(folder) / META, {"files": dict}))
+    return Provenance.unchecked(folder, {"files": dict})
 
 
 def has_begun(folder: StrPath) -> bool:
