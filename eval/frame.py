@@ -27,8 +27,9 @@ import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -228,6 +229,58 @@ def tune(
     }
 
 
+def choose(
+    store: Store,
+    run: Callable[[Settings], Outcome],
+    trials: dict[Cell, Settings],
+    grids: dict[str, Sequence[float]],
+    quality: Callable[[Outcome], float] = itemgetter("validation"),
+    beyond_edge: int = 2,
+    processes: int = 1,
+) -> dict[Cell, Settings]:
+    """Choose settings of each cell by trials with the first seed, one setting after another.
+
+        trials = {name: {"objective": name, "steps": 100} for name in names}
+        chosen = choose(store, run, trials, {"temperature": (0.05, 0.1), "rate": (1.0, 0.5, 2.0)})
+        final = {name: {"objective": name, "steps": 1000, **chosen[name]} for name in names}
+        outcomes = repeat(store, run, final, seeds=3)
+
+    Args:
+        store: store of the trials.
+        run: function that makes one run.
+        trials: the other settings of a trial, by what is tuned, each for itself.
+        grids: values of each setting, as `tune` takes them; later ones stay at their first value
+            while earlier ones are chosen.
+        quality: what is to be high in an outcome.
+        beyond_edge: as in `tune`.
+        processes: as in `Store.get`.
+    """
+    chosen = {cell: {name: values[0] for name, values in grids.items()} for cell in trials}
+
+    def held_out(name: str, tried: list[tuple[Cell, float]]) -> list[float]:
+        wanted = [{**trials[cell], **chosen[cell], name: own, "seed": 0} for cell, own in tried]
+        return [quality(each) for each in store.get(wanted, run, processes)]
+
+    for name, values in grids.items():
+        for cell, best in tune(list(trials), values, partial(held_out, name), beyond_edge).items():
+            chosen[cell][name] = best
+    return chosen
+
+
+def repeat(
+    store: Store,
+    run: Callable[[Settings], Outcome],
+    wanted: dict[Cell, Settings],
+    seeds: int,
+    processes: int = 1,
+) -> dict[Cell, list[Outcome]]:
+    """Return the outcomes of each cell's settings with all seeds."""
+    # Seeds outside: an interrupted call has all cells.
+    every = [{**own, "seed": seed} for seed in range(seeds) for own in wanted.values()]
+    found = store.get(every, run, processes)
+    return {cell: found[place :: len(wanted)] for place, cell in enumerate(wanted)}
+
+
 class Trained(NamedTuple):
     """What `train` returns: the model in evaluation mode, steps, and seconds of processor time."""
 
@@ -301,6 +354,15 @@ def by_seed(runs: Iterable[Run]) -> list[list[Run]]:
     for each in runs:
         groups.setdefault(key_of(each.settings | {"seed": None}), []).append(each)
     return list(groups.values())
+
+
+def most_seeds(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of the settings that were chosen: with most seeds, or else the best mean."""
+
+    def rank(own: list[Run]) -> tuple[int, float]:
+        return len(own), statistics.mean(each.outcome.get("validation", 0.0) for each in own)
+
+    return max(by_seed(runs), key=rank)
 
 
 def print_runs(title: str, runs: Iterable[Run], digits: int = 3) -> None:

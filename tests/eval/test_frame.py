@@ -138,3 +138,26 @@ def test_the_command_line_checks_in_an_empty_folder(
     monkeypatch.setattr(sys, "argv", ["script.py", "--check"])
     frame.command_line(print, check=lambda folder: print(list(folder.iterdir())))
     assert capsys.readouterr().out == "[]\n"
+
+
+def test_settings_are_chosen_one_after_another_and_repeated_with_all_seeds(tmp_path: Path) -> None:
+    store = frame.Store(tmp_path / "runs.jsonl")
+
+    def run(settings: dict[str, float]) -> dict[str, float]:
+        distance = abs(settings["tau"] - settings["best"]) + abs(settings["rate"] - 2)
+        return {"validation": -distance, "seed": settings["seed"]}
+
+    trials = {name: {"best": best, "steps": 1} for name, best in (("a", 0.2), ("b", 0.4))}
+    grids = {"tau": (0.1, 0.2, 0.4, 0.8), "rate": (1.0, 2.0, 4.0)}
+    chosen = frame.choose(store, run, trials, grids)
+    assert chosen == {"a": {"tau": 0.2, "rate": 2.0}, "b": {"tau": 0.4, "rate": 2.0}}
+    assert {each.settings["seed"] for each in store.runs} == {0}
+    final = {name: {"best": 0.0, "steps": 2, **own} for name, own in chosen.items()}
+    found = frame.repeat(store, run, final, seeds=3)
+    assert {name: [each["seed"] for each in own] for name, own in found.items()} == {
+        "a": [0, 1, 2],
+        "b": [0, 1, 2],
+    }
+    assert [each.settings["seed"] for each in frame.most_seeds(store.where(tau=0.4))] == [0, 1, 2]
+    of_one = frame.most_seeds(store.where(best=0.2))
+    assert [each.settings["tau"] for each in of_one] == [0.2]
