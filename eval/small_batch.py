@@ -4,7 +4,7 @@
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
     python eval/small_batch.py report
     python eval/small_batch.py report --results eval/results/small_batch_encoders.jsonl
-    python eval/small_batch.py steps PATH_TO_PAPERS --batch_sizes [32,128,512]
+    python eval/small_batch.py steps PATH_TO_PAPERS --batch_sizes [32]
 
 Every run of a task trains the same model from the same start on the same number of pairs, whatever
 the batch: a smaller batch takes more steps. With --equal passes, objectives that encode items
@@ -21,24 +21,21 @@ Tasks: see `tasks.py`; objectives: see `rows.py`.
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
+import frame
 import torch
 import toys
 from comparison import ENCODERS, VECTORS, groups_of, report, share_of_passes
-from frame import Outcome, Settings, Store, command_line, packed, scaled_rate, spread, train, tune
-from outside import report_progress
-from probes import TeacherBatches
+from frame import Outcome, Settings, Store, choose, spread
 from rows import TRAINER, objective_of
 from tasks import TASKS, Quality, Task, beir_parts, on_features, some_of
 
@@ -96,54 +93,32 @@ def new_objective(name: str, task: Task, **arguments: Any) -> Objective:
 
 def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
     """Train once, and measure."""
-    task, name = opened[settings["task"]], settings["objective"]
-    batch_size, seed = settings["batch_size"], settings["seed"]
-    torch.manual_seed(seed)
-    model, pairs = task.new_model(), task.pairs
-    objective = new_objective(name, task, temperature=settings["temperature"], seed=seed)
-    changes = TRAINER.get(name, {})
-    batches = changes.get("gradient_accumulation", 1)
-    steps = max(1, settings["pairs_seen"] // (batch_size * batches))
-    report_progress(objective, steps * batches)
+    task, batch_size = opened[settings["task"]], settings["batch_size"]
+    own = {"seed": settings["seed"]}
+    torch.manual_seed(settings["seed"])
+    model, name = task.new_model(), settings["objective"]
+    objective = new_objective(name, task, temperature=settings["temperature"], **own)
+    steps = max(1, settings["pairs_seen"] // batch_size)
     steps_between = -(-steps // max(1, task.evaluations))
-    curve = Curve(task.validation, steps_between * batch_size * batches)
-    batching = None
-    if name == "InfoNCE, teacher's batches":
-        # The features themselves are the teacher.
-        sides = pairs.left_items[pairs.left_id], pairs.right_items[pairs.right_id]
-        batching = TeacherBatches(*map(np.asarray, sides), batch_size, seed=seed)
-    if torch.cuda.is_available():
-        gc.collect()  # the model of the run before
-        torch.cuda.reset_peak_memory_stats()
+    curve = Curve(task.validation, steps_between * batch_size)
+    rate = frame.scaled_rate(settings["rate"] * task.learning_rate, batch_size)
+    own |= {"batch_size": batch_size, "max_steps": steps, "learning_rate": rate}
+    own |= {"evaluate_every": steps_between, "mixed_precision": task.mixed_precision}
+    own |= {"evaluator": curve if task.evaluations else None, **TRAINER.get(name, {})}
     passes = count_passes(model)
-    trained = train(
-        model,
-        pairs,
-        objective,
-        batching,
-        curve if task.evaluations else None,
-        batch_size=batch_size,
-        max_steps=steps,
-        learning_rate=scaled_rate(settings["rate"] * task.learning_rate, batch_size * batches),
-        evaluate_every=steps_between,
-        seed=seed,
-        mixed_precision=task.mixed_precision,
-        **changes,
-    )
+    trained = frame.train(model, task.pairs, objective, **own)
     encoded = sum(passes)
     if not task.evaluations:
         value = task.validation(model)[task.validation.primary]
         curve.points.append((settings["pairs_seen"], trained.seconds, value))
     measured = task.test(model)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     return {
         "validation": curve.points[-1][2],  # of the last step, after which training evaluates
         "test": measured.pop(task.test.primary),
-        "extra_encodes": encoded / (steps * batch_size * batches) - 2,
+        "extra_encodes": encoded / (steps * batch_size) - 2,
         "seconds": curve.points[-1][1],
         "curve": [(seen, round(at, 1), round(value, 4)) for seen, at, value in curve.points],
-        "scores": packed(task.test.per_query),
-        **({} if peak is None else {"peak_memory": peak}),
+        "scores": frame.packed(task.test.per_query),
         **measured,
     }
 
@@ -199,11 +174,10 @@ def run(
     for count in {pairs, tune_pairs} - {None}:
         part = some_of(whole.pairs, count)
         opened[name_of(task, path, count)] = replace(whole, pairs=part)
-    get = partial(store.get, run=partial(train_once, opened), processes=processes)
-    chosen: dict[Cell, Settings] = {cell: {"rate": rates[0]} for cell in cells}
+    once = partial(train_once, opened)
 
     def settings(
-        cell: Cell, seed: int, share: float, count: int | None = pairs, length: float = epochs
+        cell: Cell, share: float = 1.0, count: int | None = pairs, length: float = epochs
     ) -> Settings:
         name = name_of(task, path, count)
         return {
@@ -211,39 +185,45 @@ def run(
             "objective": cell[1],
             "batch_size": cell[0],
             "pairs_seen": round(share * length * len(opened[name].pairs)),
-            **chosen[cell],
-            "seed": seed,
             "equal": "pairs" if share == 1 else equal,
         }
 
-    def held_out(name: str, tried: list[tuple[Cell, float]]) -> list[float]:
-        size = {"batch_size": tune_at} if tune_at else {}
-        shorter = tune_pairs or pairs, tune_epochs or epochs
-        wanted = [settings(own, 0, 1.0, *shorter) | size | {name: value} for own, value in tried]
-        return [each["validation"] for each in get(wanted)]
+    size = {"batch_size": tune_at} if tune_at else {}
+    shorter = {"count": tune_pairs or pairs, "length": tune_epochs or epochs}
+    trials = {cell: settings(cell, **shorter) | size for cell in cells}
+    grids = {"temperature": temperatures or whole.temperatures, "rate": rates}
+    chosen = choose(store, once, trials, grids, beyond_edge=BEYOND_EDGE, processes=processes)
 
-    for name, values in (("temperature", temperatures or whole.temperatures), ("rate", rates)):
-        for cell, best in tune(cells, values, partial(held_out, name), BEYOND_EDGE).items():
-            chosen[cell][name] = best
-    # Each cell with all seeds, and the share of the pairs that it sees.
-    repeated = [(cell, seed, 1.0) for cell, seed in product(cells, range(seeds))]
-    found = get(settings(*each) for each in repeated)
+    def train_shares(shares: dict[Cell, Sequence[float]]) -> dict[Cell, list[Outcome]]:
+        """Train each cell with each seed on a share of the pairs of its own."""
+        wanted = [
+            {**settings(cell, share), **chosen[cell], "seed": seed}
+            for cell, own in shares.items()
+            for seed, share in enumerate(own)
+        ]
+        outcomes = iter(store.get(wanted, once, processes))
+        return {cell: list(islice(outcomes, len(own))) for cell, own in shares.items()}
+
+    found = train_shares({cell: [1.0] * seeds for cell in cells})
     if equal == "passes":
-        shares = (share_of_passes(each["extra_encodes"]) for each in found)
-        found = get(settings(*own[:2], share) for own, share in zip(repeated, shares, strict=True))
+        extra = {cell: [each["extra_encodes"] for each in own] for cell, own in found.items()}
+        found = train_shares({cell: list(map(share_of_passes, extra[cell])) for cell in cells})
     if equal == "seconds":
-        spent = np.reshape([each["seconds"] for each in found], (-1, seeds)).mean(axis=1)
-        longest: dict[Cell, float] = {}
-        for cell, most in zip(cells, (seconds or spent.max()) / spent, strict=True):
+        taken = {cell: [each["seconds"] for each in own] for cell, own in found.items()}
+        spent = {cell: statistics.mean(own) for cell, own in taken.items()}
+        budget = seconds or max(spent.values())
+        longest: dict[Cell, Sequence[float]] = {}
+        for cell in cells:
             # The whole budget, and the geometric mean of it and one.
-            tried = [1.0, math.sqrt(most), float(most)] if most > 1.02 else [1.0]
-            outcomes = get(settings(cell, 0, share) for share in tried)
-            quality = [each["validation"] for each in outcomes]
-            longest[cell] = tried[quality.index(max(quality))]
-        found = get(settings(cell, seed, longest[cell]) for cell, seed, _ in repeated)
-    for number, (batch_size, name) in enumerate(cells):
-        tests = [each["test"] for each in found[number * seeds :][:seeds]]
-        print(f"{name_of(task, path, pairs)} {name} B={batch_size}: {spread(tests)}", flush=True)
+            most = budget / spent[cell]
+            tried = [1.0, math.sqrt(most), most] if most > 1.02 else [1.0]
+            wanted = [{**settings(cell, share), **chosen[cell], "seed": 0} for share in tried]
+            quality = [each["validation"] for each in store.get(wanted, once, processes)]
+            longest[cell] = [tried[quality.index(max(quality))]] * seeds
+        found = train_shares(longest)
+    for (batch_size, name), outcomes in found.items():
+        tests = spread([each["test"] for each in outcomes])
+        print(f"{name_of(task, path, pairs)} {name} B={batch_size}: {tests}", flush=True)
 
 
 def name_of(task: str, path: Path, pairs: int | None) -> str:
@@ -251,38 +231,29 @@ def name_of(task: str, path: Path, pairs: int | None) -> str:
     return f"{task} {path.name}" + (f", {pairs:,} pairs" if pairs else "")
 
 
-def steps(
-    path: Path,
-    batch_sizes: Sequence[int] = (32, 128, 512),
-    steps: int = 600,
-    repeats: int = 3,
-    task: str = "vectors",
-) -> None:
+def steps(path: Path, batch_sizes: Sequence[int] = (32, 128, 512), steps: int = 600) -> None:
     """Print milliseconds of a step where encoding costs next to nothing, and their ratios.
 
-    The clock is the processor time of one thread, read at each loss from a quarter of a training
-    on, which leaves out what happens once per training.
+    The clock is the processor time of one thread, without the first quarter of a training.
 
     Args:
         path: a BEIR folder, whose titles and texts become features.
         batch_sizes: B.
         steps: steps of a training at B = 32; of larger batches fewer, down to a fifth.
-        repeats: trainings of each row, of which the median is shown.
-        task: a name of `tasks.TASKS`.
     """
     torch.set_num_threads(1)
-    opened = TASKS[task](path, "")
+    task = TASKS["vectors"](path, "")
     lines: list[dict[str, object]] = []
     for batch_size in batch_sizes:
         length = max(steps // 5, steps * 32 // batch_size)
         taken: dict[str, list[float]] = {name: [] for name in TIMED}
-        for _, name in product(range(repeats), TIMED):
-            taken[name].append(step_seconds(opened, name, batch_size, length))
-        medians = {name: 1000 * statistics.median(own) for name, own in taken.items()}
+        # In turn, since the machine may do other work.
+        for name in TIMED * 3:
+            taken[name].append(1000 * step_seconds(task, name, batch_size, length))
+        first = statistics.median(taken[TIMED[0]])
         for name, own in taken.items():
-            line = {"B": batch_size, "objective": name, "ms": medians[name]}
-            line |= {"lowest": 1000 * min(own), "× first": medians[name] / medians[TIMED[0]]}
-            lines.append(line)
+            line = {"B": batch_size, "objective": name, "ms": statistics.median(own)}
+            lines.append(line | {"lowest": min(own), "× first": line["ms"] / first})
     print_table(Table("A step of two perceptrons", lines))
 
 
@@ -292,30 +263,30 @@ def step_seconds(task: Task, name: str, batch_size: int, steps: int) -> float:
     clock: list[float] = []
     objective = new_objective(name, task, temperature=0.05)
     objective.register_forward_pre_hook(lambda *_: clock.append(time.process_time()))
-    train(task.new_model(), task.pairs, objective, batch_size=batch_size, max_steps=steps)
+    frame.train(task.new_model(), task.pairs, objective, batch_size=batch_size, max_steps=steps)
     first = steps // 4
     return (clock[-1] - clock[first]) / (steps - 1 - first)
 
 
 def check(folder: Path) -> None:
     """Tune, train and report on toy data; ISIR encodes more, and so sees fewer pairs."""
-    TASKS["few"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
+    TASKS["vectors"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
     beir, results = toys.beir(folder / "toy"), folder / "runs.jsonl"
     few = {"objectives": ("InfoNCE", "ISIR"), "batch_sizes": (16,), "epochs": 3, "seeds": 2}
     for equal in ("pairs", "passes", "seconds"):
-        run("few", beir, **few, rates=(1.0,), temperatures=(0.1,), equal=equal, results=results)
+        run("vectors", beir, **few, rates=(1.0,), temperatures=(0.1,), equal=equal, results=results)
     store = Store(results)
     for each in store.runs:
         assert (each.outcome["extra_encodes"] > 0.01) == (each.settings["objective"] == "ISIR")
     pairs_seen = {each.settings["equal"]: each.settings["pairs_seen"] for each in store.runs}
     assert pairs_seen["pairs"] == 108
-    for seeds in groups_of(store)["few toy", 108]:
+    for seeds in groups_of(store)["vectors toy", 108]:
         for each, fewer in zip(seeds.runs, seeds.passes, strict=True):
             share = share_of_passes(each.outcome["extra_encodes"])
             assert fewer.settings["pairs_seen"] == round(108 * share)
     report(results, samples=100)
-    steps(beir, (4,), steps=20, repeats=1, task="few")
+    steps(beir, (4,), steps=20)
 
 
 if __name__ == "__main__":
-    command_line(run, report, steps, check=check)
+    frame.command_line(run, report, steps, check=check)

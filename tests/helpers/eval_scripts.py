@@ -15,6 +15,8 @@ from tests.helpers.pages import ROOT
 
 EVAL = ROOT / "eval"
 # A command in backticks may go on in the next line; any other ends with its line.
+OLD_BLOCK = re.compile(r"```\w*\n *git checkout \w+\n.*?```", re.DOTALL)
+"""Commands of scripts that have gone, with the last commit that has them."""
 COMMAND = re.compile(r"(`[^`\n]*)?\bpython\s+(eval/[\w/]+\.py)((?(1)[^`;&]*|[^`;&\n]*))")
 
 
@@ -60,8 +62,8 @@ def arguments_of(script: Path, function: str) -> ast.arguments:
 
 
 def commands(page: Path) -> list[tuple[str, str]]:
-    """Return the commands of a page that run a script: its path and what follows."""
-    text = page.read_text("utf-8").replace("\\\n", " ")
+    """Return the commands of a page that run a script of this commit: its path and what follows."""
+    text = OLD_BLOCK.sub("", page.read_text("utf-8")).replace("\\\n", " ")
     return [(match[2], " ".join(match[3].split())) for match in COMMAND.finditer(text)]
 
 
