@@ -8,7 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from frame import RESULTS, Run, Store, difference, spread, unpacked
+from frame import RESULTS, Run, Store, by_seed, difference, most_seeds, spread, unpacked
 
 from dualenc.evaluation.report_page import Table, print_table
 
@@ -22,11 +22,6 @@ def values(runs: Sequence[Run], what: str) -> list[float]:
     return [each.outcome[what] for each in runs if what in each.outcome]
 
 
-def mean(runs: Sequence[Run], what: str) -> float:
-    """Return the mean of a measure over runs."""
-    return statistics.mean(values(runs, what))
-
-
 class Seeds:
     """All seeds of an objective at one batch size and length, with the settings chosen for it."""
 
@@ -35,29 +30,17 @@ class Seeds:
     ) -> None:
         self.objective, self.batch_size, self.pairs_seen = objective, batch_size, pairs_seen
         cell = {"task": task, "objective": objective, "batch_size": batch_size}
-        chosen: dict[tuple[float, float], list[Run]] = {}
-        for each in store.where(**cell, pairs_seen=pairs_seen, equal="pairs"):
-            own = each.settings["rate"], each.settings["temperature"]
-            chosen.setdefault(own, []).append(each)
-        # Settings with all seeds; where there are several, the best on held-out data.
-        most = max(map(len, chosen.values()))
-        complete = {own: runs for own, runs in chosen.items() if len(runs) == most}
-        best = max(complete, key=lambda own: mean(complete[own], "validation"))
-        self.rate, self.temperature = best
-        self.runs = complete[best]
+        self.runs = most_seeds(store.where(**cell, pairs_seen=pairs_seen, equal="pairs"))
         # Each seed saw pairs of its own number.
         passes = (run_of_equal_passes(store, each) for each in self.runs)
         self.passes = [each for each in passes if each is not None]
         # Other lengths were only tried, and where none was better, there are no longer runs.
-        lengths: dict[int, list[Run]] = {}
-        for each in store.where(**cell, equal="seconds"):
-            lengths.setdefault(each.settings["pairs_seen"], []).append(each)
-        longest = max(lengths.values(), key=len, default=[])
-        self.seconds = self.runs if len(longest) == 1 else longest
+        longer = max(by_seed(store.where(**cell, equal="seconds")), key=len, default=[])
+        self.seconds = self.runs if len(longer) == 1 else longer
 
     def mean(self, what: str) -> float:
         """Return the mean of a measure over seeds."""
-        return mean(self.runs, what)
+        return statistics.mean(values(self.runs, what))
 
     @property
     def on_gpu(self) -> bool:
@@ -142,7 +125,7 @@ def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]
             line[f"over InfoNCE, B = {best.batch_size}"] = over
         line["extra encodes"] = f"{seeds.mean('extra_encodes'):.2f}"
         line["seconds"] = "on a GPU" if seeds.on_gpu else f"{seeds.mean('seconds'):.0f}"
-        line["rate, τ"] = f"{seeds.rate:g}, {seeds.temperature:g}"
+        line["rate, τ"] = "{rate:g}, {temperature:g}".format(**seeds.runs[0].settings)
         yield line | {"seeds": len(seeds.runs)}
 
 
@@ -234,7 +217,8 @@ def points_over_infonce(
             cell = {"objective": seeds.objective, "batch_size": seeds.batch_size}
             runs = store.where(task=task, equal="pairs", **cell, **fixed)
             is_fixed = fixed and len(runs) > 1
-            quality[task, *cell.values()] = mean(runs if is_fixed else seeds.runs, "test")
+            tests = values(runs if is_fixed else seeds.runs, "test")
+            quality[task, *cell.values()] = statistics.mean(tests)
     queues = [(name, SMALL, SMALL) for name in ("MomentumQueue", "ISIR", "GlobalCache+", "SogCLR+")]
     for name, sizes, of_infonce in [*queues, ("InfoNCE, cached by 8", (128,), (8,))]:
         line: dict[str, object] = {"objective": name, "B": ", ".join(map(str, sizes))}

@@ -151,11 +151,7 @@ def _run_forked(settings: Settings) -> Run:
 
 
 def origin(seconds: float) -> dict[str, Any]:
-    """Return where the numbers of a run come from.
-
-    Args:
-        seconds: processor time of the run.
-    """
+    """Return where the numbers of a run come from, which took so many seconds of processor time."""
     return {
         "commit": commit(),
         "versions": {name: version(name) for name in VERSIONS},
@@ -187,8 +183,8 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(models, platform.machine())}, {os.cpu_count()} cores"
 
 
 def tune(
@@ -211,22 +207,22 @@ def tune(
         return dict.fromkeys(cells, values[0])
     grids = {cell: sorted(values) for cell in cells}
     quality: dict[tuple[Cell, float], float] = {}
+
+    def best(cell: Cell) -> float:
+        # Of equals, the smallest: `max` takes the first.
+        tried = (value for value in grids[cell] if (cell, value) in quality)
+        return max(tried, key=lambda value: quality[cell, value])
+
     for _ in range(1 + beyond_edge):
-        tried = [(cell, value) for cell, grid in grids.items() for value in grid]
-        missing = [each for each in tried if each not in quality]
+        pairs = [(cell, value) for cell, grid in grids.items() for value in grid]
+        missing = [each for each in pairs if each not in quality]
         quality |= zip(missing, held_out(missing), strict=True)
         for cell, grid in grids.items():
-            best = max(grid, key=lambda value, cell=cell: quality[cell, value])
-            if best == grid[0]:
-                grid.insert(0, float(f"{best * grid[0] / grid[1]:.2g}"))
-            elif best == grid[-1]:
-                grid.append(float(f"{best * grid[-1] / grid[-2]:.2g}"))
-    # Of equals, the smallest: `max` takes the first.
-    tried = sorted(quality, key=lambda each: each[1])
-    return {
-        cell: max((value for own, value in tried if own == cell), key=lambda v: quality[cell, v])
-        for cell in cells
-    }
+            if best(cell) == grid[0]:
+                grid.insert(0, float(f"{grid[0] ** 2 / grid[1]:.2g}"))
+            elif best(cell) == grid[-1]:
+                grid.append(float(f"{grid[-1] ** 2 / grid[-2]:.2g}"))
+    return {cell: best(cell) for cell in cells}
 
 
 def choose(
@@ -242,15 +238,12 @@ def choose(
 
         trials = {name: {"objective": name, "steps": 100} for name in names}
         chosen = choose(store, run, trials, {"temperature": (0.05, 0.1), "rate": (1.0, 0.5, 2.0)})
-        final = {name: {"objective": name, "steps": 1000, **chosen[name]} for name in names}
-        outcomes = repeat(store, run, final, seeds=3)
 
     Args:
         store: store of the trials.
         run: function that makes one run.
         trials: the other settings of a trial, by what is tuned, each for itself.
-        grids: values of each setting, as `tune` takes them; later ones stay at their first value
-            while earlier ones are chosen.
+        grids: values as for `tune`; later settings stay at their first while earlier are chosen.
         quality: what is to be high in an outcome.
         beyond_edge: as in `tune`.
         processes: as in `Store.get`.
@@ -299,13 +292,7 @@ def train(
 ) -> Trained:
     """Train in a temporary folder, without checkpoints, and keep the last weights.
 
-    Args:
-        model: model to train.
-        pairs: the training pairs.
-        objective: the objective.
-        batching: selection of batches; random by default.
-        evaluator: evaluator during the training.
-        **settings: further settings of `Trainer`, such as max_steps.
+    Batches are random by default; `settings` are those of `Trainer`, such as max_steps.
     """
     quiet = {"save_every": None, "progress": False, "keep_best": False, "deterministic": False}
     with tempfile.TemporaryDirectory() as folder:

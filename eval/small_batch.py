@@ -4,7 +4,6 @@
     python eval/small_batch.py run text PATH_TO_PAPERS --objectives [InfoNCE,ISIR]
     python eval/small_batch.py report
     python eval/small_batch.py report --results eval/results/small_batch_encoders.jsonl
-    python eval/small_batch.py steps PATH_TO_PAPERS --batch_sizes [32]
 
 Every run of a task trains the same model from the same start on the same number of pairs, whatever
 the batch: a smaller batch takes more steps. With --equal passes, objectives that encode items
@@ -40,13 +39,10 @@ from rows import TRAINER, objective_of
 from tasks import TASKS, Quality, Task, beir_parts, on_features, some_of
 
 from dualenc.encoders import DualEncoder
-from dualenc.evaluation.report_page import Table, print_table
-from dualenc.objectives import Objective
 from dualenc.training import Evaluator
 
 RATES = (1.0, 0.5, 2.0)  # factors of a task's learning rate; the first while τ is chosen
 BEYOND_EDGE = 3  # how often τ or the rate moves beyond the edge of what was to be tried
-TIMED = ("InfoNCE", "SogCLR+", "MomentumQueue", "GlobalCache", "ISIR")
 Cell = tuple[int, str]  # batch size and objective
 
 
@@ -84,20 +80,15 @@ def count_passes(model: DualEncoder) -> list[float]:
     return passes
 
 
-def new_objective(name: str, task: Task, **arguments: Any) -> Objective:
-    """Construct the objective of a row for the pairs of a task."""
-    pairs = task.pairs
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
-    return objective_of(name)(**sizes, **arguments)
-
-
 def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
     """Train once, and measure."""
     task, batch_size = opened[settings["task"]], settings["batch_size"]
     own = {"seed": settings["seed"]}
     torch.manual_seed(settings["seed"])
     model, name = task.new_model(), settings["objective"]
-    objective = new_objective(name, task, temperature=settings["temperature"], **own)
+    pairs = task.pairs
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
+    objective = objective_of(name)(temperature=settings["temperature"], **sizes, **own)
     steps = max(1, settings["pairs_seen"] // batch_size)
     steps_between = -(-steps // max(1, task.evaluations))
     curve = Curve(task.validation, steps_between * batch_size)
@@ -106,7 +97,7 @@ def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
     own |= {"evaluate_every": steps_between, "mixed_precision": task.mixed_precision}
     own |= {"evaluator": curve if task.evaluations else None, **TRAINER.get(name, {})}
     passes = count_passes(model)
-    trained = frame.train(model, task.pairs, objective, **own)
+    trained = frame.train(model, pairs, objective, **own)
     encoded = sum(passes)
     if not task.evaluations:
         value = task.validation(model)[task.validation.primary]
@@ -231,43 +222,6 @@ def name_of(task: str, path: Path, pairs: int | None) -> str:
     return f"{task} {path.name}" + (f", {pairs:,} pairs" if pairs else "")
 
 
-def steps(path: Path, batch_sizes: Sequence[int] = (32, 128, 512), steps: int = 600) -> None:
-    """Print milliseconds of a step where encoding costs next to nothing, and their ratios.
-
-    The clock is the processor time of one thread, without the first quarter of a training.
-
-    Args:
-        path: a BEIR folder, whose titles and texts become features.
-        batch_sizes: B.
-        steps: steps of a training at B = 32; of larger batches fewer, down to a fifth.
-    """
-    torch.set_num_threads(1)
-    task = TASKS["vectors"](path, "")
-    lines: list[dict[str, object]] = []
-    for batch_size in batch_sizes:
-        length = max(steps // 5, steps * 32 // batch_size)
-        taken: dict[str, list[float]] = {name: [] for name in TIMED}
-        # In turn, since the machine may do other work.
-        for name in TIMED * 3:
-            taken[name].append(1000 * step_seconds(task, name, batch_size, length))
-        first = statistics.median(taken[TIMED[0]])
-        for name, own in taken.items():
-            line = {"B": batch_size, "objective": name, "ms": statistics.median(own)}
-            lines.append(line | {"lowest": min(own), "× first": line["ms"] / first})
-    print_table(Table("A step of two perceptrons", lines))
-
-
-def step_seconds(task: Task, name: str, batch_size: int, steps: int) -> float:
-    """Return the mean seconds of the steps after the first quarter."""
-    torch.manual_seed(0)
-    clock: list[float] = []
-    objective = new_objective(name, task, temperature=0.05)
-    objective.register_forward_pre_hook(lambda *_: clock.append(time.process_time()))
-    frame.train(task.new_model(), task.pairs, objective, batch_size=batch_size, max_steps=steps)
-    first = steps // 4
-    return (clock[-1] - clock[first]) / (steps - 1 - first)
-
-
 def check(folder: Path) -> None:
     """Tune, train and report on toy data; ISIR encodes more, and so sees fewer pairs."""
     TASKS["vectors"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
@@ -285,8 +239,7 @@ def check(folder: Path) -> None:
             share = share_of_passes(each.outcome["extra_encodes"])
             assert fewer.settings["pairs_seen"] == round(108 * share)
     report(results, samples=100)
-    steps(beir, (4,), steps=20)
 
 
 if __name__ == "__main__":
-    frame.command_line(run, report, steps, check=check)
+    frame.command_line(run, report, check=check)

@@ -1,21 +1,17 @@
-"""Variants of a training: negatives that were mined, several lengths, several sources.
+"""Variants of a training: negatives that were mined, and several lengths.
 
     python eval/variants.py mined SCIFACT --epochs 5 --seeds 3
     python eval/variants.py matryoshka SCIFACT --epochs 20 --seeds 2
-    python eval/variants.py mixture "[PAPERS, MEDQUAD]" --epochs 2
 
-Each prints nDCG@10 on the test queries of BEIR folders. "mined" and "matryoshka" (Kusupati et al.
-2022, arXiv:2205.13147) train two perceptrons on frozen features, "mixture" a one-layer transformer
-from scratch with one tokenizer of all sources. All rows of a table take the same number of steps;
-in "mixture" each meets a pair `epochs` times, so that all sources together take as many steps as
-each of them alone do in sum.
+Each trains two perceptrons on frozen features of a BEIR folder and prints nDCG@10 on its test
+queries. All rows of a table take the same number of steps. "matryoshka" is Kusupati et al. 2022,
+arXiv:2205.13147.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,28 +19,25 @@ from typing import Any
 import numpy as np
 import torch
 import toys
-from frame import Outcome, Run, Settings, command_line, print_runs, run_all, train
-from tasks import BERT, Retrieval, beginnings, beir_parts, on_features, vector_pairs
+from frame import Outcome, Settings, command_line, print_runs, run_all, train
+from tasks import Retrieval, beir_parts, on_features, vector_pairs
 
-from dualenc.data import Corpus, Mixture, PairDataset
+from dualenc.data import Corpus, PairDataset
 from dualenc.data.corpus import corpora
-from dualenc.encoders import DualEncoder, TextEncoder, VectorEncoder, train_tokenizer
+from dualenc.encoders import DualEncoder, VectorEncoder
 from dualenc.objectives import GlobalCache, InfoNCE, Matryoshka
 from dualenc.search.embed.encode import embed
 from dualenc.search.mining import Rule, mine_negatives
 
-WORDS = 64  # after which texts of a mixture are cut
 LIMITS = {"mined, no limit": None, "mined, at most 0.95 of the positive": 0.95}
 
 
 def compare(
     rows: Iterable[str], seeds: int, measure: Callable[[Settings], Outcome], **common: Any
-) -> list[Run]:
+) -> None:
     """Train each row with each seed, and print a table."""
     wanted = [{**common, "trained on": row, "seed": seed} for row in rows for seed in range(seeds)]
-    runs = list(run_all(wanted, measure, processes=1))
-    print_runs("nDCG@10 on test queries", runs)
-    return runs
+    print_runs("nDCG@10 on test queries", run_all(wanted, measure, processes=1))
 
 
 def with_negatives(model: DualEncoder, pairs: PairDataset, rule: Rule, **how: Any) -> PairDataset:
@@ -62,7 +55,7 @@ def with_negatives(model: DualEncoder, pairs: PairDataset, rule: Rule, **how: An
     return PairDataset(*columns, negatives=negatives, **modalities)
 
 
-def mined(path: Path, epochs: int = 20, seeds: int = 3, dim: int = 256) -> None:
+def mined(path: Path, epochs: int = 5, seeds: int = 3, dim: int = 256) -> None:
     """Train again, on the pairs alone or with what the model mined, from `dim` features a text."""
     task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dim)
 
@@ -95,7 +88,7 @@ def beginning(model: DualEncoder, test: Retrieval, dim: int) -> float:
 
 
 def matryoshka(
-    path: Path, epochs: int = 10, seeds: int = 3, dims: Sequence[int] = (16, 32, 64, 128, 256)
+    path: Path, epochs: int = 20, seeds: int = 2, dims: Sequence[int] = (16, 32, 64, 128, 256)
 ) -> None:
     """Train the whole vectors or several lengths, and measure the first components."""
     task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dims[-1])
@@ -117,53 +110,20 @@ def matryoshka(
     compare(("whole vectors", "dims"), seeds, measure, **common)
 
 
-def mixture(paths: Sequence[Path], epochs: int = 2, seeds: int = 3) -> list[Run]:
-    """Train on sources alone and together."""
-    parts = {path.name: beginnings(path, WORDS) for path in paths}
-    sources = {name: pairs for name, (pairs, *_) in parts.items()}
-    texts = [text for pairs in sources.values() for text in pairs.right_items]
-    tokenizer = train_tokenizer(texts, 8000, max_length=WORDS)
-    mixtures = {f"{name} alone": Mixture({name: pairs}) for name, pairs in sources.items()} | {
-        "together": Mixture(sources),
-        "together, batches of one source": Mixture(sources, batches="one_source"),
-        "together, with prompts": Mixture(sources, left_prompts={n: f"{n}: " for n in sources}),
-    }
-    trainer = {"batch_size": 32, "epochs": epochs, "learning_rate": 3e-3}
-
-    def measure(settings: Settings) -> Outcome:
-        pairs, seed = mixtures[settings["trained on"]], settings["seed"]
-        torch.manual_seed(seed)
-        model = TextEncoder(config=BERT, tokenizer=tokenizer, max_length=WORDS)
-        sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-        objective = InfoNCE(**sizes, temperature=0.05, seed=seed)
-        begun = time.perf_counter()
-        outcome: Outcome = {"steps": train(model, pairs, objective, seed=seed, **trainer).steps}
-        for name, (_, _, test) in parts.items():
-            prompt = pairs.prompts.get(name, ("", ""))[0]
-            queries = Corpus(test.queries.ids, [prompt + text for text in test.queries.items])
-            outcome |= {name: Retrieval(test._replace(queries=queries))(model)["ndcg@10"]}
-        return outcome | {"seconds per run": round(time.perf_counter() - begun)}
-
-    common = {"sources": list(sources), "words": WORDS, **trainer}
-    return compare(mixtures, seeds, measure, **common)
-
-
 def check(folder: Path) -> None:
-    """Mine on a circle, measure all components, and count the steps of sources."""
+    """Mine on a circle, and measure all components."""
     angles = np.radians([0, 10, 30, 70])
     circle = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     pairs, rule = vector_pairs(circle, circle), Rule(num_negatives=1, relative=None)
     found = with_negatives(VectorEncoder(2, tower="identity"), pairs, rule)
     assert [pair.negative_ids for pair in found] == [(1,), (0,), (1,), (2,)]
-    one, two = (toys.beir(folder / name) for name in ("one", "two"))
-    task, same = on_features(*beir_parts(one), 1e-3, dim=16), VectorEncoder(16, tower="identity")
+    toy = toys.beir(folder / "toy")
+    task, same = on_features(*beir_parts(toy), 1e-3, dim=16), VectorEncoder(16, tower="identity")
     some, whole = (beginning(same, task.test, dim) for dim in (4, 16))
     assert some < whole == task.test(same)["ndcg@10"]
-    mined(one, epochs=1, seeds=2, dim=16)
-    matryoshka(one, epochs=1, seeds=1, dims=(4, 16))
-    steps = [each.outcome["steps"] for each in mixture([one, two], seeds=1)]
-    assert steps == [2, 2, 4, 4, 4]
+    mined(toy, epochs=1, seeds=2, dim=16)
+    matryoshka(toy, epochs=1, seeds=1, dims=(4, 16))
 
 
 if __name__ == "__main__":
-    command_line(mined, matryoshka, mixture, check=check)
+    command_line(mined, matryoshka, check=check)
