@@ -8,157 +8,105 @@ python eval/figures.py memory "minilm_beginnings medquad, 1,536 pairs" docs/figu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-from comparison import ENCODERS, FINE_TUNING, VECTORS, Seeds, groups_of, main_groups, values
+from comparison import ENCODERS, FINE_TUNING, VECTORS, Seeds, main_groups, values
 from frame import ORDINARY_BATCH, RESULTS, Run, Store, command_line, origin
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dualenc.evaluation.plots import COLORS, as_svg, lines
+from dualenc.evaluation.plots import COLORS, as_svg
 
-# Where the gap to InfoNCE opens and closes.
-GAPS_IN, GAPS_OF = "vectors papers", ("GlobalCache", "ISIR", "SogCLR", "DCL")
-# As many as can be told apart.
-DRAWN = (*GAPS_OF, "InfoNCE", "SogCLR+", "GlobalCache+", "NegativeCache", "MomentumQueue")
-# Labels of the README's figure.
-HEADLINE = {"GlobalCache": None, "SogCLR+": "SogCLR(positive_in_softmax=True)", "InfoNCE": None}
+FIGURES = {
+    "vectors papers": ("pairs seen", "seconds of one core"),
+    "vectors medquad": (),
+    "text papers": (),
+}
+"""Tasks whose quality is drawn by batch size, and in training, by what."""
+HEADLINE = ("GlobalCache", "SogCLR+", "InfoNCE")
+# As many as there are colors.
+DRAWN = (*HEADLINE, "ISIR", "SogCLR", "DCL", "NegativeCache", "MomentumQueue")
 OF_MEMORY = ("InfoNCE", "InfoNCE, cached by 8", "MomentumQueue", "GlobalCache+", "ISIR", "SogCLR+")
+QUALITY = "nDCG@10 on test queries"
+Curves = dict[str, list[tuple[float, float, float]]]
+"""By objective: x, y and the deviation of y."""
 
 
 def small_batch(folder: Path, vectors: Path = VECTORS, encoders: Path = ENCODERS) -> None:
-    """Draw quality by batch size, pairs and seconds, the gaps to InfoNCE, and the README's figure.
+    """Draw quality by batch size, pairs and seconds, and the README's figure.
 
     Args:
         folder: folder to draw to.
         vectors: store of perceptrons.
         encoders: store of other models.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for results in (vectors, encoders):
-        for (task, pairs_seen), group in groups_of(Store(results)).items():
-            stem = f"{task}_{pairs_seen}".replace(" ", "_").replace(",", "")
-            draw_curves([each for each in group if each.objective in DRAWN], folder, stem)
-    store = Store(vectors)
-    draw_gaps(store, folder / "small_batch_gaps.svg")
-    if group := main_groups(store).get(GAPS_IN):
-        draw_headline(group, folder / "quality_by_batch_size.svg")
+    groups = main_groups(Store(vectors)) | main_groups(Store(encoders))
+    for task in FIGURES.keys() & groups:
+        group = groups[task]
+        stem = f"{task}_{group[0].pairs_seen}".replace(" ", "_")
+        curves = test_quality(group, DRAWN, lambda each: each.batch_size)
+        several = {name: points for name, points in curves.items() if len(points) > 1}
+        figure = drawn(several, "batch size", "quality on test data", log=True)
+        write(folder / f"{stem}_batch.svg", figure)
+        for column, label in enumerate(FIGURES[task]):
+            figure = drawn(held_out_quality(group, column), label, "quality on held-out data")
+            write(folder / f"{stem}_{label.split()[0]}.svg", figure)
+    curves = test_quality(groups["vectors papers"], HEADLINE, lambda each: each.batch_size)
+    labels = ("GlobalCache", "SogCLR(positive_in_softmax=True)", "InfoNCE")
+    curves = dict(zip(labels, curves.values(), strict=True))
+    figure = drawn(curves, "batch size, equal pairs seen", QUALITY, log=True)
+    write(folder / "quality_by_batch_size.svg", figure)
 
 
-def draw_curves(group: Sequence[Seeds], folder: Path, stem: str) -> None:
-    """Draw quality by batch size; at the ordinary batch size, by pairs seen and by seconds."""
-    by_size: dict[str, list[tuple[float, float]]] = {}
+def test_quality(
+    group: Sequence[Seeds], names: Sequence[str], place: Callable[[Seeds], float | None]
+) -> Curves:
+    """Return mean and deviation of the test quality of objectives, at places on the x axis."""
+    curves: Curves = {name: [] for name in names}
     for each in group:
-        by_size.setdefault(each.objective, []).append((each.batch_size, each.mean("test")))
-    sizes = {name: tuple(zip(*points)) for name, points in by_size.items() if len(points) > 1}
-    if sizes:
-        figure = lines(sizes, xlabel="batch size", ylabel="quality on test data")
-        figure.axes[0].set_xscale("log", base=2)
-        (folder / f"{stem}_batch.svg").write_text(as_svg(figure))
-    for axis, label in enumerate(("pairs seen", "seconds of one core")):
-        curves = {}
-        for each in group:
-            found = values(each.runs, "curve")
-            if each.batch_size == ORDINARY_BATCH and found and not (axis and each.on_gpu):
-                points = np.mean(found, axis=0)
-                curves[each.objective] = points[:, axis].tolist(), points[:, 2].tolist()
-        if curves:
-            figure = lines(curves, xlabel=label, ylabel="quality on held-out data")
-            (folder / f"{stem}_{label.split()[0]}.svg").write_text(as_svg(figure))
+        if each.objective in names and (at := place(each)) is not None:
+            deviation = statistics.stdev(values(each.runs, "test"))
+            curves[each.objective].append((at, each.mean("test"), deviation))
+    return curves
 
 
-def draw_headline(group: Sequence[Seeds], path: Path) -> None:
-    """Draw test quality by batch size at equal pairs seen, of three objectives."""
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+def held_out_quality(group: Sequence[Seeds], column: int) -> Curves:
+    """Return quality in training at the ordinary batch size by a column of curves."""
+    curves: Curves = {name: [] for name in DRAWN}
+    for each in group:
+        if each.batch_size == ORDINARY_BATCH and each.objective in DRAWN:
+            points = np.mean(values(each.runs, "curve"), axis=0)  # pairs, seconds, quality
+            curves[each.objective] = [(own[column], own[2], 0.0) for own in points]
+    return curves
+
+
+def drawn(curves: Curves, xlabel: str, ylabel: str, log: bool = False) -> Figure:
+    """Draw curves with their legend beside them."""
+    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     axes = figure.add_subplot()
-    for color, (name, label) in zip(COLORS, HEADLINE.items(), strict=False):
-        own = [each for each in group if each.objective == name]
-        draw_spread(axes, own, [each.batch_size for each in own], color, label or name)
-    ticks = sorted({each.batch_size for each in group})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    finish(axes, "batch size, equal pairs seen")
-    axes.legend(frameon=False)
-    path.write_text(as_svg(figure))
-
-
-def draw_spread(
-    axes: Axes, group: Sequence[Seeds], at: Sequence[float], color: str, label: str
-) -> None:
-    """Draw mean and standard deviation of the test quality over seeds."""
-    tests = [values(each.runs, "test") for each in group]
-    means, deviations = map(statistics.mean, tests), map(statistics.stdev, tests)
-    style = {"marker": "o", "markersize": 4, "capsize": 2, "color": color, "label": label}
-    axes.errorbar(at, list(means), list(deviations), **style)
-
-
-def finish(axes: Axes, x_label: str) -> None:
-    """Label the axes, and leave out what is no data."""
-    axes.set_xlabel(x_label)
-    axes.set_ylabel("nDCG@10 on test queries")
+    curves = {name: points for name, points in curves.items() if points}
+    for (name, points), color in zip(curves.items(), COLORS[: len(curves)], strict=True):
+        x, y, deviations = zip(*points, strict=True)
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "color": color, "label": name}
+        axes.errorbar(x, y, deviations if any(deviations) else None, **style)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-
-
-def draw_gaps(store: Store, path: Path) -> None:
-    """Draw how far objectives are above InfoNCE with the same settings, as far as there are runs.
-
-    By batch size, epochs and τ of one task, and by number of pairs of another.
-    """
-    panels: dict[str, dict[str, dict[float, float]]] = {}
-
-    def add(panel: str, at: float, quality: dict[str, float]) -> None:
-        for name in GAPS_OF:
-            if {name, "InfoNCE"} <= quality.keys():
-                curve = panels.setdefault(panel, {}).setdefault(name, {})
-                curve[at] = quality[name] - quality["InfoNCE"]
-
-    def at_size(group: Sequence[Seeds], size: int = ORDINARY_BATCH) -> dict[str, float]:
-        return {each.objective: each.mean("test") for each in group if each.batch_size == size}
-
-    groups = groups_of(store)
-    of_task = {seen: group for (task, seen), group in groups.items() if task == GAPS_IN}
-    longest = max(of_task, key=lambda seen: len(of_task[seen]), default=0)
-    for size in {each.batch_size for each in of_task.get(longest, [])}:
-        add("batch size", size, at_size(of_task[longest], size))
-    for seen, group in of_task.items():
-        add("pairs seen", seen, at_size(group))
-    same = {"batch_size": ORDINARY_BATCH, "rate": 1.0, "pairs_seen": longest, "equal": "pairs"}
-    by_tau: dict[float, dict[str, float]] = {}
-    for settings, outcome, _ in store.where(task=GAPS_IN, seed=0, **same):
-        of_tau = by_tau.setdefault(settings["temperature"], {})
-        of_tau[settings["objective"]] = outcome["test"]
-    for tau, quality in by_tau.items():
-        add("τ of all (one seed)", tau, quality)
-    for (task, _), group in groups.items():
-        if pairs := task.partition(", ")[2]:
-            count = int(pairs.split()[0].replace(",", ""))
-            add("pairs to train on (functions)", count, at_size(group))
-    if panels:
-        draw_panels(panels, path)
-
-
-def draw_panels(panels: dict[str, dict[str, dict[float, float]]], path: Path) -> None:
-    """Draw curves side by side, by the titles of the panels and the names of the curves."""
-    figure = Figure(figsize=(3.2 * len(panels), 3.2), layout="constrained")
-    every_axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (panel, curves) in zip(every_axes, panels.items(), strict=True):
-        for color, name in zip(COLORS, GAPS_OF, strict=False):
-            if points := sorted(curves.get(name, {}).items()):
-                axes.plot(*zip(*points), marker="o", markersize=4, color=color, label=name)
-        axes.axhline(0, color="grey", linewidth=0.8)
-        ticks = sorted({at for curve in curves.values() for at in curve})
-        labels = [f"{tick:,g}" if tick < 1000 else f"{tick / 1000:,.0f}k" for tick in ticks]
+    if log:
+        ticks = sorted({at for points in curves.values() for at, *_ in points})
         axes.set_xscale("log")
-        axes.set_xticks(ticks, labels)
+        axes.set_xticks(ticks, [f"{at:,}" for at in ticks])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel(panel)
-    figure.axes[0].set_ylabel("quality above InfoNCE")
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    path.write_text(as_svg(figure))
+    figure.legend(frameon=False, loc="outside right")
+    return figure
+
+
+def write(path: Path, figure: Figure) -> None:
+    """Write a figure as SVG."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_svg(figure), encoding="utf-8")
 
 
 def memory(
@@ -180,39 +128,38 @@ def memory(
         for settings, outcome, _ in Store(measured).runs
     }
     group = main_groups(Store(results))[task]
-    canvas = Figure(figsize=(7.6, 3.6), layout="constrained")
-    axes = canvas.add_subplot()
-    for color, name in zip(COLORS, OF_MEMORY, strict=False):
-        own = [each for each in group if (name, each.batch_size) in mib and each.objective == name]
-        needed = [mib[name, each.batch_size] for each in own]
-        if own:
-            draw_spread(axes, own, needed, color, name)
-        style = {"textcoords": "offset points", "fontsize": 7, "color": color}
-        for at, each in zip(needed, own, strict=True):
-            axes.annotate(f"{each.batch_size}", (at, each.mean("test")), (3, 3), **style)
-    finish(axes, "MiB of a training step beside the weights (numbers: B)")
-    canvas.legend(frameon=False, fontsize=8, loc="outside right upper")
-    figure.write_text(as_svg(canvas), encoding="utf-8")
+
+    def needed(seeds: Seeds) -> float | None:
+        return mib.get((seeds.objective, seeds.batch_size))
+
+    curves = test_quality(group, OF_MEMORY, needed)
+    canvas = drawn(curves, "MiB of a training step beside the weights (numbers: B)", QUALITY)
+    style = {"textcoords": "offset points", "fontsize": 7}
+    for each in group:
+        if each.objective in OF_MEMORY and needed(each):
+            place = needed(each), each.mean("test")
+            canvas.axes[0].annotate(str(each.batch_size), place, (3, 3), **style)
+    write(figure, canvas)
 
 
 def check(folder: Path) -> None:
-    """Draw every figure from runs whose quality is the batch size, as far as they go."""
-    names, sizes = ("InfoNCE", "GlobalCache"), (8, 32)
-    for file, of_task in (("runs", {"task": GAPS_IN, "equal": "pairs"}), ("memory", {})):
-        store = Store(folder / f"{file}.jsonl")
-        for name, size, seed in product(names, sizes, range(2 if of_task else 1)):
-            settings = {"objective": name, "batch_size": size, **of_task}
-            if of_task:
-                settings |= {"pairs_seen": 64, "rate": 1.0, "temperature": 0.1, "seed": seed}
-            quality = size / 100 + 0.1 * (name == "GlobalCache")
-            outcome = {"validation": quality, "test": quality, "extra_encodes": 0.0, "MiB": size}
-            outcome |= {"curve": [[0, 0.0, 0.1], [64, 1.0, quality]]}
-            store.add(Run(settings, outcome, origin(0.0)))
-    small_batch(folder, folder / "runs.jsonl", folder / "none.jsonl")
-    memory(GAPS_IN, folder / "memory.svg", folder / "runs.jsonl", folder / "memory.jsonl")
-    drawn = {file.name for file in folder.glob("*.svg")}
-    stems = {f"vectors_papers_64_{by}.svg" for by in ("batch", "pairs", "seconds")}
-    assert drawn == stems | {"memory.svg", "small_batch_gaps.svg", "quality_by_batch_size.svg"}
+    """Draw every figure from runs whose quality is the batch size."""
+    store, measured = Store(folder / "runs.jsonl"), Store(folder / "memory.jsonl")
+    for name, size, seed in product(("InfoNCE", "GlobalCache"), (8, 32), range(2)):
+        cell = {"objective": name, "batch_size": size}
+        own = {"task": "vectors papers", "equal": "pairs", "pairs_seen": 64, "seed": seed}
+        outcome = {"test": size / 100, "extra_encodes": 0.0}
+        outcome |= {"curve": [[0, 0.0, 0.1], [64, 1.0, size / 100]]}
+        store.add(Run(cell | own, outcome, origin(0.0)))
+        measured.add(Run(cell, {"MiB": size}, origin(0.0)))
+    [group] = main_groups(store).values()
+    found = test_quality(group, ["InfoNCE"], lambda each: each.batch_size)
+    assert found == {"InfoNCE": [(8, 0.08, 0.0), (32, 0.32, 0.0)]}
+    small_batch(folder, store.path, folder / "none.jsonl")
+    memory("vectors papers", folder / "memory.svg", store.path, measured.path)
+    stems = {f"vectors_papers_64_{axis}" for axis in ("batch", "pairs", "seconds")}
+    drawn_stems = {file.stem for file in folder.glob("*.svg")}
+    assert drawn_stems == stems | {"memory", "quality_by_batch_size"}
 
 
 if __name__ == "__main__":
