@@ -133,13 +133,10 @@ def run_all(
     torch.set_num_threads(1)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     # A closure cannot be pickled; forked processes find it here.
-    _RUNNING.append(run_once)
-    try:
-        with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
-            for each in as_completed([pool.submit(_run_forked, settings) for settings in wanted]):
-                yield each.result()
-    finally:
-        _RUNNING.pop()
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(processes, fork, _RUNNING.append, (run_once,)) as pool:
+        for each in as_completed([pool.submit(_run_forked, settings) for settings in wanted]):
+            yield each.result()
 
 
 _RUNNING: list[Callable[[Settings], Run]] = []
