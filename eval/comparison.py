@@ -92,21 +92,16 @@ def main_groups(store: Store) -> dict[str, list[Seeds]]:
     return {task: group for (task, _), group in groups}
 
 
-def report(results: Path = VECTORS, samples: int = 10_000) -> None:
-    """Print what has several seeds in a store, and the tables of docs/results.md from it.
-
-    Args:
-        results: the store.
-        samples: samples of the paired bootstrap over queries.
-    """
+def report(results: Path = VECTORS) -> None:
+    """Print what has several seeds in a store, and the tables of docs/results.md from it."""
     store = Store(results)
     for (task, pairs_seen), group in groups_of(store).items():
-        print_table(Table(f"{task}: {pairs_seen:,} pairs seen", list(lines_of(group, samples))))
+        print_table(Table(f"{task}: {pairs_seen:,} pairs seen", list(lines_of(group))))
     for table in page_tables(store):
         print_table(table)
 
 
-def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]]:
+def lines_of(group: Sequence[Seeds]) -> Iterator[dict[str, object]]:
     """Yield a line for each of a group, with its difference from the best batch size of InfoNCE."""
     of_batch = [seeds for seeds in group if seeds.objective == "InfoNCE"]
     best = max(of_batch, key=lambda seeds: seeds.mean("test"), default=None)
@@ -121,7 +116,7 @@ def lines_of(group: Sequence[Seeds], samples: int) -> Iterator[dict[str, object]
         if best is not None:
             both = best.per_query, seeds.per_query
             is_kept = all(scores is not None for scores in both) and seeds is not best
-            over = difference(*both, samples=samples) if is_kept else "–"
+            over = difference(*both) if is_kept else "–"
             line[f"over InfoNCE, B = {best.batch_size}"] = over
         line["extra encodes"] = f"{seeds.mean('extra_encodes'):.2f}"
         line["seconds"] = "on a GPU" if seeds.on_gpu else f"{seeds.mean('seconds'):.0f}"

@@ -35,13 +35,7 @@ Curves = dict[str, list[tuple[float, float, float]]]
 
 
 def small_batch(folder: Path, vectors: Path = VECTORS, encoders: Path = ENCODERS) -> None:
-    """Draw quality by batch size, pairs and seconds, and the README's figure.
-
-    Args:
-        folder: folder to draw to.
-        vectors: store of perceptrons.
-        encoders: store of other models.
-    """
+    """Draw quality by batch size, pairs and seconds, and the README's figure, to a folder."""
     groups = main_groups(Store(vectors)) | main_groups(Store(encoders))
     for task in FIGURES.keys() & groups:
         group = groups[task]
@@ -115,13 +109,9 @@ def memory(
     results: Path = FINE_TUNING,
     measured: Path = RESULTS / "fine_tuning_memory.jsonl",
 ) -> None:
-    """Draw the quality of fine-tuning by the memory of its step; rows without memory are left out.
+    """Draw the quality of fine-tuning to a task by the memory of its step, where that is measured.
 
-    Args:
-        task: name of the task in settings.
-        figure: an SVG file to draw to.
-        results: runs of `small_batch.py`.
-        measured: what `bench/memory.py` measured.
+    `results` are runs of `small_batch.py`, and `measured` those of `bench/memory.py`.
     """
     mib = {
         (settings["objective"], settings["batch_size"]): outcome["MiB"]

@@ -65,14 +65,7 @@ class Run(NamedTuple):
 
 
 class Store:
-    """Finished runs in a file of JSON lines, found by their settings.
-
-        store = Store(Path("runs.jsonl"))
-        [outcome] = store.get([{"seed": 0}], lambda settings: {"ndcg@10": 0.5})
-
-    Args:
-        path: the file; it need not exist.
-    """
+    """Finished runs in a file of JSON lines, which need not exist, found by their settings."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -84,11 +77,8 @@ class Store:
     ) -> list[Outcome]:
         """Return the outcomes of runs, in the order of their settings; run those that are missing.
 
-        Args:
-            wanted: settings of the runs.
-            run: function that makes one run.
-            processes: runs at once. They are forked, and so inherit data that are open; CUDA does
-                not survive a fork, so that on a GPU this has to be 1.
+        `processes` are made at once. They are forked, and so inherit data that are open; CUDA does
+        not survive a fork, so that on a GPU this has to be 1.
         """
         wanted = list(wanted)
         known = {key_of(each.settings): each.outcome for each in self.runs}
@@ -191,8 +181,6 @@ def tune(
     beyond_edge: int = 2,
 ) -> dict[Cell, float]:
     """Return the best value of each cell: of a grid, and past its edges while an edge is best.
-
-        tune(["InfoNCE"], [0.03, 0.05], lambda tried: [quality(*each) for each in tried])
 
     Args:
         cells: what is tuned, each for itself, such as an objective at a batch size.

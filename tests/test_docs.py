@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.eval_scripts import OLD_BLOCK
 from tests.helpers.pages import ROOT, code
 
 PAGES = [
@@ -51,7 +52,8 @@ def test_links_and_images_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_exist(page: Path) -> None:
     """Paths in text, code and commands; NAME in capitals stands for any."""
-    names = {name for name in NAMED_FILE.findall(page.read_text("utf-8")) if "NAME" not in name}
+    text = OLD_BLOCK.sub("", page.read_text("utf-8"))
+    names = {name for name in NAMED_FILE.findall(text) if "NAME" not in name}
     assert not {name for name in names if not (ROOT / name).exists()}
 
 
