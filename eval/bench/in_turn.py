@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -14,7 +16,27 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from frame import Outcome, Settings, Store
+
+from dualenc.evaluation.report_page import Table, print_table
+
 Name = TypeVar("Name")
+NOWHERE = Path(os.devnull)
+"""A store that keeps nothing."""
+
+
+def shown(
+    title: str,
+    wanted: Sequence[Settings],
+    run: Callable[[Settings], Outcome],
+    out: Path = NOWHERE,
+) -> list[Outcome]:
+    """Make the runs that a store does not have, print a row for each, and return the outcomes."""
+    outcomes = Store(out).get(wanted, run)
+    rows = [settings | outcome for settings, outcome in zip(wanted, outcomes, strict=True)]
+    print_table(Table(title, rows))
+    return outcomes
 
 
 def rounds(names: Iterable[Name], count: int) -> Iterator[Name]:
@@ -24,15 +46,22 @@ def rounds(names: Iterable[Name], count: int) -> Iterator[Name]:
         yield from orders.sample(names, len(names))
 
 
+def quietest_clock() -> float:
+    """Return processor time on one thread, which other processes disturb little; else seconds."""
+    # A GPU works outside of processor time.
+    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    return time.process_time() if alone else time.perf_counter()
+
+
 def in_turn(
-    runs: Mapping[Name, Callable[[], Any]],
+    runs: Mapping[Any, Callable[[], Any]],
     repeats: int,
-    warm_up: int = 0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[dict[Name, list[float]], dict[Name, Any]]:
+    warm_up: int = 1,
+    clock: Callable[[], float] = quietest_clock,
+) -> tuple[dict[Any, list[float]], dict[Any, Any]]:
     """Return seconds of each call, after some to warm up, and what each call returned last."""
-    times: dict[Name, list[float]] = {name: [] for name in runs}
-    results: dict[Name, Any] = {}
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    results: dict[Any, Any] = {}
     for name in rounds(runs, warm_up + repeats):
         start = clock()
         results[name] = runs[name]()
@@ -42,7 +71,7 @@ def in_turn(
     return {name: taken[warm_up:] for name, taken in times.items()}, results
 
 
-def rows_of(times: Mapping[Name, Sequence[float]], column: str = "call") -> list[dict[str, Any]]:
+def rows_of(times: Mapping[Any, Sequence[float]], column: str = "call") -> list[dict[str, Any]]:
     """Return a row per call: median and lowest milliseconds, and their ratios to the first's."""
     first, *_ = times.values()
     rows = []
@@ -53,11 +82,15 @@ def rows_of(times: Mapping[Name, Sequence[float]], column: str = "call") -> list
     return rows
 
 
-def quietest_clock() -> float:
-    """Return processor time on one thread, which other processes disturb little; else seconds."""
-    # A GPU works outside of processor time.
-    alone = torch.get_num_threads() == 1 and not torch.cuda.is_available()
-    return time.process_time() if alone else time.perf_counter()
+def ratios(times: Mapping[str, Sequence[float]]) -> Outcome:
+    """Return the least milliseconds of each call, and ratios to the first: of least, of medians."""
+    first, *others = times
+    row = {f"{name}, ms": 1000 * min(taken) for name, taken in times.items()}
+    for name in others:
+        row[f"{name} / {first}"] = min(times[name]) / min(times[first])
+        medians = (statistics.median(times[each]) for each in (name, first))
+        row[f"{name} / {first}, medians"] = next(medians) / next(medians)
+    return row
 
 
 def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
