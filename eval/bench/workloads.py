@@ -2,8 +2,7 @@
 
 The other tools, sentence-transformers, open_clip and SimCLR of lightly's parts, take what ours
 takes: the same model, pairs, batch size, optimizer (AdamW at 1e-4, gradients clipped to norm 1),
-number of worker processes, and float32 or bfloat16 autocast. Random weights instead of trained ones
-make no difference.
+number of worker processes, and float32 or bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
-from dualenc.data import ImageFolderViews, PairDataset, TableViews
+from dualenc.data import ImageFolderViews, PairDataset
 from dualenc.data.readers.images import ImageFiles
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder, ImageEncoder, ImageTextEncoder, TextEncoder
@@ -37,6 +36,8 @@ from tasks import default_model
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 """Device that the trainers compute on."""
+WORKERS = min(8, (os.cpu_count() or 1) // 2) if ON_GPU else 0
+"""Processes that prepare the data, of both tools."""
 VIEW_SIZE = 32
 CLIP: dict[str, Any] = {
     "embed_dim": 256,
@@ -71,14 +72,14 @@ def texts(settings: Settings, count: int, folder: Path) -> Workload:
         model = SentenceTransformer(default_model())
         model.max_seq_length = settings["text_length"]
         loss = losses.MultipleNegativesRankingLoss(model)
-        if size := settings["chunk_size"]:
-            loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=size)
+        if chunk_size := settings["chunk_size"]:
+            loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=chunk_size)
         watch(loss, before_loss)
-        size, workers = settings["batch_size"], settings["workers"]
-        work = {"per_device_train_batch_size": size, "dataloader_num_workers": workers}
-        work |= {"max_steps": steps, "learning_rate": 1e-4, "bf16": bf16, "use_cpu": not ON_GPU}
-        quiet = {"save_strategy": "no", "report_to": "none", "logging_strategy": "no"}
-        arguments = Arguments(tempfile.mkdtemp(dir=folder), disable_tqdm=True, **work, **quiet)
+        work = {"per_device_train_batch_size": settings["batch_size"], "max_steps": steps}
+        work |= {"dataloader_num_workers": WORKERS, "learning_rate": 1e-4, "bf16": bf16}
+        quiet = dict.fromkeys(("save_strategy", "logging_strategy"), "no") | {"report_to": "none"}
+        quiet |= {"disable_tqdm": True, "use_cpu": not ON_GPU}
+        arguments = Arguments(str(folder / "run"), **work, **quiet)
         data = Dataset.from_dict({"anchor": left, "positive": right})
         SentenceTransformerTrainer(model, arguments, data, loss=loss).train()
 
@@ -89,12 +90,12 @@ def texts(settings: Settings, count: int, folder: Path) -> Workload:
 def text_pairs(source: str, count: int) -> tuple[list[str], list[str]]:
     """Return summaries and bodies of docstrings, or titles and texts of a corpus.jsonl."""
     if source == "docstrings":
-        docstrings = read_docstrings(count)
-        return [own.summary for own in docstrings], [own.rest for own in docstrings]
-    file = Path(source) / "corpus.jsonl" if Path(source).is_dir() else Path(source)
-    documents = map(json.loads, file.read_text(encoding="utf-8").splitlines())
-    pairs = [(own["title"], own["text"]) for own in documents if own.get("title") and own["text"]]
-    return [title for title, _ in pairs[:count]], [text for _, text in pairs[:count]]
+        pairs = [(own.summary, own.rest) for own in read_docstrings(count)]
+    else:
+        documents = map(json.loads, Path(source).read_text(encoding="utf-8").splitlines())
+        both = ((own.get("title"), own["text"]) for own in documents)
+        pairs = [(title, text) for title, text in both if title and text][:count]
+    return [left for left, _ in pairs], [right for _, right in pairs]
 
 
 def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
@@ -116,7 +117,7 @@ def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
             few = itertools.islice(rows, steps * settings["batch_size"])
             csv.writer(table).writerows([("filepath", "title"), *few])
         arguments = parse_args(["--csv-separator=,", "--skip-scheduler", "--log-every-n-steps=10"])
-        own = {key: settings[key] for key in ("batch_size", "workers")} | {"grad_clip_norm": 1.0}
+        own = {"batch_size": settings["batch_size"], "workers": WORKERS, "grad_clip_norm": 1.0}
         own |= {"train_data": str(folder / "pairs.csv"), "device": str(DEVICE), "world_size": 1}
         own |= dict.fromkeys(("distill", "distributed", "wandb", "rank", "local_rank"), 0)
         vars(arguments).update(own, precision="amp_bf16" if bf16 else "fp32")
@@ -133,13 +134,8 @@ def images_and_texts(settings: Settings, count: int, folder: Path) -> Workload:
 
 
 def views(settings: Settings, count: int, folder: Path) -> Workload:
-    """ResNet-18 on two views of images; the rival's gradients are clipped as ours are."""
-    if settings["images"] is None:
-        noise_images(folder, count, size=VIEW_SIZE, suffix=".png")
-        pairs = ImageFolderViews(folder)
-    else:
-        table = TableViews(settings["images"])
-        pairs = table.subset(np.arange(min(count, len(table))))
+    """ResNet-18 on two views of noise; the rival's gradients are clipped as ours are."""
+    images = noise_images(folder, count, size=VIEW_SIZE, suffix=".png")
     augment = SimCLR(VIEW_SIZE)
     new_model = partial(ImageEncoder, "resnet18", image_size=VIEW_SIZE, augment=augment)
 
@@ -150,10 +146,9 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
 
         # As SimCLR for CIFAR-10, and as `dualenc.data.views.SimCLR` by default.
         augment = SimCLRTransform(input_size=VIEW_SIZE, cj_strength=0.5, gaussian_blur=0.0)
-        options = {"num_workers": settings["workers"], "pin_memory": ON_GPU, "drop_last": True}
+        options = {"num_workers": WORKERS, "pin_memory": ON_GPU, "drop_last": True}
         options["collate_fn"] = lambda rows: default_collate([augment(images[r]) for r in rows])
-        images, size = pairs.left_items, settings["batch_size"]
-        loader = DataLoader(range(len(images)), size, shuffle=True, **options)
+        loader = DataLoader(range(count), settings["batch_size"], shuffle=True, **options)
         tower = new_model().left
         head = SimCLRProjectionHead(tower.feature_dim, tower.feature_dim, tower.dim)
         model = nn.Sequential(tower.backbone, head).to(DEVICE).train()
@@ -169,7 +164,7 @@ def views(settings: Settings, count: int, folder: Path) -> Workload:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
-    return Workload(pairs, new_model, rival)
+    return Workload(ImageFolderViews(folder), new_model, rival)
 
 
 WORKLOADS = {"text": texts, "image-text": images_and_texts, "views": views}

@@ -1,8 +1,7 @@
-"""What the benchmarks measure: seconds from a loss to a later one, recall, vectors near centers."""
+"""What the benchmarks measure: milliseconds of a step, ratios, recall, vectors near centers."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,29 +13,20 @@ from tests.helpers.eval_scripts import load_script
 def test_clock_is_read_at_two_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     script, now = load_script("bench/training.py"), iter([10.0, 13.0])
     monkeypatch.setattr(script, "time", SimpleNamespace(perf_counter=lambda: next(now)))
-    steps = range(4)
-    assert script.seconds_per_step(lambda _, loss: [loss() for _ in steps], 1, 2) == 1.5
+    monkeypatch.setattr(script, "ON_GPU", False)
+    losses = range(script.FEW + 3)
+    found = script.measure_once(lambda _, before_loss: [before_loss() for _ in losses], 2)
+    assert found == {"ms per step": 1500}
 
 
-def test_stopped_run_keeps_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = load_script("bench/training.py")
-    rounds = iter([0.1, 0.4, 0.2, 0.8])
-
-    def seconds_per_step(*_: object) -> float:
-        if (value := next(rounds, None)) is None:
-            raise KeyboardInterrupt
-        return value
-
-    measured = {"seconds_per_step": seconds_per_step, "profile_steps": lambda *_: None}
-    measured |= {"counts": lambda *_: {"launches": 6}, "step_flops": lambda *_: 10}
-    for name, function in {**measured, "matmul_rate": lambda *_: 100}.items():
-        monkeypatch.setattr(script, name, function)
-    with pytest.raises(KeyboardInterrupt):
-        script.run("views", 2, 1, rows=["InfoNCE", "SogCLR"], out=tmp_path / "runs.jsonl")
-    runs = script.Store(tmp_path / "runs.jsonl").runs
-    assert [each.outcome["repeats"] for each in runs] == [2, 2]
-    assert runs[0].outcome["limit, ms"] == 100
-    assert min(each.outcome["lowest"] for each in runs) == 100
+def test_ratios_are_those_of_least_times_and_of_medians_to_the_first_call() -> None:
+    found = load_script("bench/in_turn.py").ratios({"faiss": [4, 2, 3], "ours": [6, 1, 9]})
+    assert found == {
+        "faiss, ms": 2000,
+        "ours, ms": 1000,
+        "ours / faiss": 0.5,
+        "ours / faiss, medians": 2,
+    }
 
 
 def test_vectors_near_centers_have_the_length_and_noise_that_were_asked_for() -> None:
