@@ -6,7 +6,7 @@
 
 PAPERS is a BEIR folder; FLICKR and CIFAR10 have train.parquet and test.parquet. Within a library
 all losses have the same loop, data, order of batches, seeds and τ; only ClipLoss goes on to learn
-its τ, as in open_clip. Runs that are in the store are shown and not repeated.
+its τ, as in open_clip.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ def compare(
     """Train with each loss and seed, and print a row of a table per loss."""
     store = Store(out)
     store.get([{**more, "loss": loss, "seed": n} for loss in losses for n in range(seeds)], train)
-    runs = [
-        each._replace(outcome=each.outcome | {"CPU-seconds": each.origin["seconds"]})
-        for each in store.where(**more)
-    ]
-    print_runs(more["library"], runs)
+    print_runs(more["library"], store.where(**more))
 
 
 def text(
@@ -70,10 +66,12 @@ def text(
 
     from dualenc.integrations.sentence_transformers import GlobalLoss, GlobalLossTrainer, with_ids
 
-    titles, abstracts = read_pairs(papers, "train", pairs)
-    test_titles, test_abstracts = read_pairs(papers, "test", None)
-    documents = {str(row): abstract for row, abstract in enumerate(test_abstracts + abstracts)}
-    queries = {f"q{row}": title for row, title in enumerate(test_titles)}
+    pairs_of = {split: BeirPairs(papers, split) for split in ("train", "test")}
+    rows = [[own[row] for row in range(len(own))] for own in pairs_of.values()]
+    seen, held_out = rows[0][:pairs], rows[1]
+    titles, abstracts = [own.left for own in seen], [own.right for own in seen]
+    documents = {str(row): own.right for row, own in enumerate([*held_out, *seen])}
+    queries = {f"q{row}": own.left for row, own in enumerate(held_out)}
     relevant = {f"q{row}": {str(row)} for row in range(len(queries))}
     evaluator = InformationRetrievalEvaluator(queries, documents, relevant, batch_size=128)
     tokenizer = train_tokenizer([*titles, *abstracts], vocab_size=8192)
@@ -110,16 +108,7 @@ def text(
     compare(train, losses, seeds, out, **common, temperature=0.05)
 
 
-def read_pairs(folder: Path, split: str, count: int | None) -> tuple[list[str], list[str]]:
-    """Return titles and abstracts of a split."""
-    pairs = BeirPairs(folder, split)
-    chosen = [pairs[row] for row in range(len(pairs))[:count]]
-    return [pair.left for pair in chosen], [pair.right for pair in chosen]
-
-
-def open_clip(
-    flickr: Path, images: int = 6000, epochs: int = 2, seeds: int = 3, out: Path = STORE
-) -> None:
+def open_clip(flickr: Path, epochs: int = 2, seeds: int = 3, out: Path = STORE) -> None:
     """Train a small CLIP from scratch, on a caption per image; recall among 1,000 test pairs."""
     sys.path.append(str(Path(__file__).parents[1] / "examples"))
     import open_clip as library
@@ -138,12 +127,11 @@ def open_clip(
     def train(run: Settings) -> Outcome:
         torch.manual_seed(run["seed"])
         model = library.CLIP(64, tower, words, output_dict=True)
-        with torch.no_grad():
-            model.logit_scale.fill_(-torch.tensor(run["temperature"]).log())
+        nn.init.constant_(model.logit_scale, -math.log(run["temperature"]))
         data = get_data(args, (prepare, prepare), tokenizer=tokenizer)
-        biases = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-        weights = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-        groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights}]
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": 0.0}, {"params": []}]
+        for parameter in model.parameters():
+            groups[parameter.ndim >= 2]["params"].append(parameter)
         optimizer = torch.optim.AdamW(groups, lr=RATE)
         steps = epochs * data["train"].dataloader.num_batches
         scheduler = cosine_lr(optimizer, RATE, steps // 10, steps)
@@ -172,29 +160,30 @@ def open_clip(
         return {way: float(found[way]) for way in ("image_to_text_R@10", "text_to_image_R@10")}
 
     with tempfile.TemporaryDirectory() as work:
-        for split, count in (("train", images), ("test", 1000)):
+        for split, count in (("train", 6000), ("test", 1000)):
             table = pq.read_table(flickr / f"{split}.parquet")[:count]
-            write_images(table, Path(work, split))
+            files, captions = write_images(table, Path(work, split)), table["captions"].to_pylist()
             lines = ["filepath\ttitle"]
-            for number, captions in enumerate(table["captions"].to_pylist()):
-                lines.append(f"{work}/{split}/{number:06}.png\t{captions[number % len(captions)]}")
-            Path(work, f"{split}.csv").write_text("\n".join(lines), encoding="utf-8")
+            for number, (file, own) in enumerate(zip(files, captions, strict=True)):
+                lines.append(f"{file}\t{own[number % len(own)]}")
+            Path(work, f"{split}.csv").write_text("\n".join(lines), "utf-8")
         options = {"train-data": f"{work}/train.csv", "val-data": f"{work}/test.csv"}
         options |= {"batch-size": BATCH_SIZE, "epochs": epochs, "workers": 0, "precision": "fp32"}
         args = parse_args([f"--{name}={value}" for name, value in options.items()])
         vars(args).update(distill=False, wandb=False, save_logs=False, device="cpu")
         init_distributed_device(args)
-        common = {"library": "open_clip", "images": images, "epochs": epochs}
+        common = {"library": "open_clip", "images": 6000, "epochs": epochs}
         compare(train, ("ClipLoss", *FOUR), seeds, out, **common, temperature=0.07)
 
 
-def write_images(table: Any, folder: Path) -> None:
+def write_images(table: Any, folder: Path) -> list[Path]:
     """Write the images of a table, 32 pixels a side, to files named by their rows."""
     folder.mkdir()
-    for row, cell in enumerate(table["image"].to_pylist()):
+    files = [folder / f"{row:06}.png" for row in range(len(table))]
+    for file, cell in zip(files, table["image"].to_pylist(), strict=True):
         image = Image.open(io.BytesIO(cell["bytes"])).convert("RGB")
-        small = image.resize((PIXELS, PIXELS), Image.Resampling.BICUBIC)
-        small.save(folder / f"{row:06}.png")
+        image.resize((PIXELS, PIXELS), Image.Resampling.BICUBIC).save(file)
+    return files
 
 
 def lightly(
@@ -243,10 +232,9 @@ def lightly(
         torch.manual_seed(run["seed"])
         module = SimCLR(new(temperature=run["temperature"])).train()
         loader = torch.utils.data.DataLoader(dataset, BATCH_SIZE, shuffle=True, drop_last=True)
-        without = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        trainer = pytorch_lightning.Trainer(
-            accelerator="cpu", devices=1, max_epochs=epochs, **dict.fromkeys(without, False)
-        )
+        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        options = {"accelerator": "cpu", "devices": 1, "max_epochs": epochs}
+        trainer = pytorch_lightning.Trainer(**options, **dict.fromkeys(quiet, False))
         torch.manual_seed(run["seed"])
         trainer.fit(module, loader)
         with torch.no_grad():
@@ -264,8 +252,7 @@ def lightly(
             write_images(table, Path(work, split))
             plain = LightlyDataset(f"{work}/{split}", transform=transforms.ToTensor())
             inputs.append(torch.stack([image for image, _, _ in plain]))
-        views = MultiViewTransform([view, view])
-        dataset = LightlyDataset(f"{work}/train", transform=views)
+        dataset = LightlyDataset(f"{work}/train", transform=MultiViewTransform([view, view]))
         common = {"library": "lightly", "images": images, "epochs": epochs}
         compare(train, ("NTXentLoss", *FOUR), seeds, out, **common, temperature=0.2)
 
