@@ -2,7 +2,6 @@
 
     python eval/bench/search.py index       # builds and searches over those of raw faiss
     python eval/bench/search.py filtered    # also with --exact_rows 0
-    python eval/bench/search.py exact       # torch over FAISS, also on a GPU if there is one
     python eval/bench/search.py frozen      # a step of FrozenCorpus over its matrix products
 
 Vectors are synthetic. Calls that are compared take turns; the clock of one thread is CPU time. What
@@ -17,7 +16,6 @@ import time
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import faiss
 import numpy as np
@@ -29,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from frame import RESULTS, Outcome, Settings, command_line
 
 from dualenc.objectives import FrozenCorpus, frozen_corpus
-from dualenc.search import Index, exact_search
+from dualenc.search import Index
 from dualenc.search.index.build import training_rows
 
 STORE = RESULTS / "search.jsonl"
@@ -93,9 +91,6 @@ def index(
 
     A build is without the measurement of recall@10, which faiss does not have. Searches are in our
     index, as it was built and opened, and in faiss's from the same file.
-
-    Args:
-        repeats: builds of each, besides one to warm up.
     """
     draw = np.random.default_rng(0)
     centers = draw.standard_normal((200, dim), dtype=np.float32)
@@ -165,36 +160,6 @@ def filtered(
     return shown("Filters", wanted, run, out)
 
 
-def exact(documents: int = 100_000, threads: int = 1, out: Path = STORE) -> list[Outcome]:
-    """Compare exact searches of a mapped file in half precision, which must find the same scores.
-
-    Ids, which only settle ties, are not given. `dualenc evaluate retrieval` asks for k = 101.
-    """
-
-    def run(settings: Settings) -> Outcome:
-        use_threads(threads)
-        asked = near(np.zeros((QUERIES, 384), np.float32), 1, np.random.default_rng(1))
-        with tempfile.TemporaryDirectory() as folder:
-            stored = map_random(Path(folder, "documents.npy"), documents, 384)
-            search = partial(exact_search.exact_search, asked, stored, 101)
-
-            def by_torch() -> tuple[np.ndarray, np.ndarray]:
-                search_by_torch = exact_search.search_by_torch
-                with mock.patch.object(exact_search, "_search_by_faiss", search_by_torch):
-                    return search()
-
-            calls = {"FAISS": search, "torch": by_torch}
-            if torch.cuda.is_available():
-                calls["GPU"] = partial(search, device="cuda")
-            times, found = in_turn(calls, REPEATS)
-        for scores, _ in found.values():
-            np.testing.assert_allclose(scores, found["FAISS"][0], atol=1e-6)
-        return ratios(times)
-
-    settings = {"bench": "exact", "documents": documents, "threads": threads}
-    return shown("Exact search", [settings], run, out)
-
-
 def frozen(documents: int = 1_000_000, threads: int = 2, out: Path = STORE) -> list[Outcome]:
     """Compare a step of FrozenCorpus, with its gradient, with the products that it consists of.
 
@@ -246,9 +211,8 @@ def check(folder: Path) -> None:
     assert found[0]["recall@10"] == 1, found
     lines = filtered(4000, ["Flat", "HNSW8"], out=out)
     assert [line["recall@10"] for line in lines[1:9] + lines[10:]] == [1] * 16, lines
-    exact(documents=300, out=out)
     frozen(documents=2000, out=out)
 
 
 if __name__ == "__main__":
-    command_line(index, filtered, exact, frozen, check=check)
+    command_line(index, filtered, frozen, check=check)
