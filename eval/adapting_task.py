@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from frame import Outcome
-from torch.nn.functional import normalize
 from toys import write_beir
 
 from dualenc.data import PairDataset
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus
-from dualenc.data.ragged import Ragged
+from dualenc.data.item_lists import VectorItems
 from dualenc.data.readers.beir import read_judged_queries, relevant_pairs
 from dualenc.data.readers.clicks import split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder
+from dualenc.encoders.vector import TowerKind
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
@@ -27,62 +27,30 @@ from dualenc.training.index_evaluator import IndexEvaluator
 GROUPS = ("all", "seen", "new")
 HELD_OUT, MAX_HELD_OUT = 0.1, 500
 """Share of the training pairs to hold out, and maximum number of queries of a kind."""
-BATCH = 32
-"""Batch size of the exact loss."""
 
 
+@dataclass
 class Task:
     """What is trained on and measured.
 
-    All pairs are trained on, or a number `pairs` of them drawn by `seed`; with `hold_known`,
-    queries of documents in training are held out, too.
-
     Attributes:
-        queries, documents: (Q, D) and (N, D) unit vectors; Q queries have training pairs.
-        pairs: (P, 2) rows of a query and of a document, to train on.
-        positives: (Q, K) rows of each query's documents in these pairs, padded with -1.
+        index: N documents.
+        pairs: pairs of query vectors and documents to train on; right ids are rows of the index.
         held_out: held-out queries, "new" without and "known" with their documents in training.
         test: the test queries.
+        listed: ids of the documents in any pair, held out or not.
     """
 
-    def __init__(
-        self, data: Path, vectors: Path, name: str, hold_known: bool = False, **subset: int
-    ) -> None:
-        self.name = name
-        self.index = Embeddings.open(vectors / name / "corpus")
-        embedded = Embeddings.open(vectors / name / "queries")
-        queries = Corpus(embedded.ids, unit(embedded), "vector")
-        train, test = read_judgments(data / name, self.index.ids)
-        self.test = IndexEvaluator(queries, test, self.index).among(list(test))
-        used, *columns, _ = relevant_pairs(queries, train, self.index.ids)
-        listed = np.stack(columns, axis=1)
-        if subset:
-            order = np.random.default_rng(subset["seed"]).permutation(len(listed))
-            listed = listed[order[: subset["pairs"]]]
-        self.query_ids = used.ids
-        self.queries = torch.from_numpy(np.stack([used.items[row] for row in range(len(used))]))
-        self.documents = torch.from_numpy(unit(self.index))
-        modalities = {"left_modality": "vector", "right_modality": "vector"}
-        items = PairDataset(self.queries.numpy(), self.documents.numpy(), *listed.T, **modalities)
-        parts = split_by_documents(items, HELD_OUT, MAX_HELD_OUT)
-        self.held_out = {"new": IndexEvaluator.of_pairs(parts.new, self.index)}
-        trained = [parts.train, parts.known] if parts.known else [parts.train]
-        if parts.known and hold_known:
-            self.held_out["known"] = IndexEvaluator.of_pairs(trained.pop(), self.index)
-        own_pairs = [np.stack([part.left_id, part.right_id], axis=1) for part in trained]
-        self.pairs = np.concatenate(own_pairs)
-        by_query = Ragged.from_pairs(*self.pairs.T, len(self.queries))
-        self.positives = torch.from_numpy(by_query.padded(np.arange(len(self.queries))))
-        self.trained = {self.index.ids[row] for row in self.pairs[:, 1].tolist()}
-        self.listed = {self.index.ids[row] for row in listed[:, 1].tolist()}
+    name: str
+    index: Embeddings
+    pairs: PairDataset
+    held_out: dict[str, IndexEvaluator]
+    test: IndexEvaluator
+    listed: set[str]
 
-    def new_map(self, tower: str = "dense") -> VectorEncoder:
+    def new_map(self, tower: TowerKind = "dense") -> VectorEncoder:
         """Return a map of queries that changes nothing yet."""
-        return VectorEncoder(self.queries.shape[1], tower=tower, right_tower="identity")
-
-    def steps(self, epochs: float) -> int:
-        """Return the number of steps of the exact loss."""
-        return round(epochs * len(self.pairs) / BATCH)
+        return VectorEncoder(self.index.dim, tower=tower, right_tower="identity")
 
     def scores(self, model: DualEncoder | None = None) -> list[float]:
         """Return nDCG@10 of each test query, by default of their vectors as they are."""
@@ -91,7 +59,7 @@ class Task:
     def grouped(self, scores: Sequence[float]) -> Outcome:
         """Return means over all, seen and new test queries, from (Q,) scores; and the numbers."""
         per_query = dict(zip(self.test.qrels, scores, strict=True))
-        seen, _ = divide_by_training(self.test.qrels, self.trained)
+        seen, _ = divide_by_training(self.test.qrels, ids_of(self.pairs, self.index))
         _, new = divide_by_training(self.test.qrels, self.listed)
         groups = dict(zip(GROUPS, (per_query, seen, new), strict=True))
         means = {
@@ -102,21 +70,43 @@ class Task:
         return means | {f"{name} queries": len(group) for name, group in groups.items()}
 
 
-def unit(embedded: Embeddings) -> np.ndarray:
-    """Return embeddings as float32 of length one."""
-    vectors = torch.from_numpy(np.array(embedded.vectors[:], dtype=np.float32))
-    return normalize(vectors, dim=-1).numpy()
+def open_task(
+    data: Path,
+    vectors: Path,
+    name: str,
+    observe: Callable[[PairDataset], PairDataset] = lambda pairs: pairs,
+) -> Task:
+    """Open vectors and judgments, and hold queries of both kinds out, as `dualenc adapt` does.
+
+    Args:
+        data: folder of BEIR folders.
+        vectors: folder of what `dualenc embed` made of their sides.
+        name: name of the folder in both.
+        observe: what is seen of the relevant pairs, such as a part of them, or simulated clicks.
+    """
+    index = Embeddings.open(vectors / name / "corpus")
+    embedded = Embeddings.open(vectors / name / "queries")
+    queries = Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
+    train, test = (
+        read_judged_queries(data / name, part, index.ids, BadRows(data / name))[1]
+        for part in ("train", "test")
+    )
+    used, *ids, _ = relevant_pairs(queries, train, index.ids)
+    modalities = {"left_modality": "vector", "right_modality": "vector"}
+    pairs = observe(PairDataset(used.items, VectorItems(index.vectors), *ids, **modalities))
+    parts = split_by_documents(pairs, HELD_OUT, MAX_HELD_OUT)
+    held_out = {
+        kind: IndexEvaluator.of_pairs(part, index)
+        for kind, part in (("new", parts.new), ("known", parts.known))
+        if part is not None
+    }
+    tested = IndexEvaluator(queries, test, index).among(list(test))
+    return Task(name, index, parts.train, held_out, tested, ids_of(pairs, index))
 
 
-def read_judgments(folder: Path, documents: Sequence[str]) -> list[dict[str, dict[str, int]]]:
-    """Return those of training and test; without train.tsv, of two random halves of the test."""
-    splits = [part for part in ("train", "test") if (folder / "qrels" / f"{part}.tsv").exists()]
-    found = [read_judged_queries(folder, part, documents, BadRows(folder))[1] for part in splits]
-    if len(found) == 2:
-        return found
-    order = np.random.default_rng(0).permutation(sorted(found[0])).tolist()
-    halves = order[: len(order) // 2], order[len(order) // 2 :]
-    return [{query: found[0][query] for query in half} for half in halves]
+def ids_of(pairs: PairDataset, index: Embeddings) -> set[str]:
+    """Return the ids of the documents in pairs."""
+    return {index.ids[row] for row in pairs.right_id.tolist()}
 
 
 def scores_of(model: DualEncoder, evaluator: IndexEvaluator) -> list[float]:
@@ -128,7 +118,7 @@ def write_task(
     folder: Path, documents: np.ndarray, queries: np.ndarray, splits: dict[str, np.ndarray]
 ) -> Task:
     """Write vectors (N, D) and (Q, D) and the pairs (P, 2) of each split, and open them."""
-    texts = {"queries": {}, "corpus": {}}
+    texts = {}
     identity = VectorEncoder(documents.shape[1], tower="identity").left
     for side, rows in (("queries", queries), ("corpus", documents)):
         texts[side] = {f"{side[0]}{row}": str(row) for row in range(len(rows))}
@@ -139,4 +129,4 @@ def write_task(
         for split, pairs in splits.items()
     }
     write_beir(folder / "data" / "toy", **texts, judged=judged)
-    return Task(folder / "data", folder / "vectors", "toy")
+    return open_task(folder / "data", folder / "vectors", "toy")
