@@ -5,14 +5,11 @@
     python eval/fine_tuning.py report
 
 Texts of a BEIR folder are cut after 32 tokens; documents are those that a held-out or test query is
-about. A row is an objective at a batch size; above 32 gradients are cached in chunks of 32. "mined"
-gives each query the nearest document of the published encoder with at most 0.95 of its positive's
-score; embedding for it counts as training time.
+about. A row is an objective at a batch size; above 32 gradients are cached in chunks of 32.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,18 +22,14 @@ import toys
 from frame import Outcome, Run, Settings, Store, Trained, spread
 from rows import objective_of
 from tasks import Task, minilm, some_of
-from variants import with_negatives
 
-from dualenc.data import PairDataset
 from dualenc.evaluation.report_page import Table, print_table
-from dualenc.objectives import Objective
-from dualenc.search.mining import Rule
 
 STORE = frame.RESULTS / "fine_tuning.jsonl"
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
-INFO_NCE = ("InfoNCE", "InfoNCE 128", "InfoNCE 512", "InfoNCE, mined")
-ROWS = (*INFO_NCE, "SogCLR+", "SogCLR+ 128", "GlobalCache+")
-SHOWN = ("before", *ROWS)
+ROWS = ("InfoNCE", "InfoNCE 128", "InfoNCE 512", "SogCLR+", "SogCLR+ 128", "GlobalCache+")
+SHOWN = ("before", *ROWS[:3], "InfoNCE, mined", *ROWS[3:])
+TEMPERATURES = (0.03, 0.05)
 COLUMNS = {name: {"task": name, "lora_rank": 0} for name in ("papers", "medquad", "scifact")}
 COLUMNS |= {f"{name}, 8e-5": {**COLUMNS[name], "rate": 8e-5} for name in ("medquad", "scifact")}
 
@@ -44,44 +37,37 @@ COLUMNS |= {f"{name}, 8e-5": {**COLUMNS[name], "rate": 8e-5} for name in ("medqu
 def equal_seconds(
     store: Store,
     task: Task,
-    common: Settings,
     train: Callable[[Settings, int], Trained],
+    wanted: dict[str, Settings],
     seconds: float,
-    temperatures: Sequence[float],
     rates: Sequence[float],
     seeds: int,
 ) -> None:
     """Tune τ at the first rate, then the rate, in a third of the seconds; test with all seeds.
 
-    Steps are as many as fit into the seconds at the speed of the run before.
+    Steps are as many as fit into the seconds at the speed of the run before of the same row.
     """
-    step_seconds = 0.0
+    speeds: dict[str, float] = {}
 
-    def speed(settings: Settings) -> float:
-        one, four = (train(settings, steps).seconds for steps in (1, 4))
-        return max(four - one, four / 40) / 3  # noise may exceed a step
-
-    def measure(part: str, settings: Settings) -> Outcome:
-        steps = max(1, round(settings["budget"] / (step_seconds or speed(settings))))
+    def measure(settings: Settings) -> Outcome:
+        row = settings["row"]
+        if row not in speeds:
+            one, four = (train(settings, steps).seconds for steps in (1, 4))
+            speeds[row] = max(four - one, four / 40) / 3  # noise may exceed a step
+        steps = max(1, round(settings["budget"] / speeds[row]))
         model, _, spent = train(settings, steps)
+        speeds[row] = spent / steps
+        part = "test" if settings["budget"] == seconds else "validation"
         value = getattr(task, part)(model)["ndcg@10"]
         return {"steps": steps, "seconds": round(spent, 1), part: value}
 
-    def quality(part: str, settings: Settings) -> float:
-        nonlocal step_seconds
-        [found] = store.get([common | settings], partial(measure, part))
-        step_seconds = found["seconds"] / found["steps"]
-        return found[part]
-
-    def held_out(tried: list[tuple[str, float]]) -> list[float]:
-        return [quality("validation", chosen | {name: value}) for name, value in tried]
-
-    chosen: Settings = {"budget": seconds * (1 / 3), "rate": rates[0], "seed": 0}
-    chosen |= frame.tune(["temperature"], temperatures, held_out, beyond_edge=0)
-    chosen |= frame.tune(["rate"], rates, held_out)
-    chosen["budget"] = seconds
-    found = [quality("test", chosen | {"seed": seed}) for seed in range(seeds)]
-    print(common["row"], spread(found, 4), chosen, flush=True)
+    short = {"budget": seconds * (1 / 3), "rate": rates[0]}
+    trials = {row: settings | short for row, settings in wanted.items()}
+    tuned = frame.choose(store, measure, trials, {"temperature": TEMPERATURES}, beyond_edge=0)
+    trials = {row: settings | tuned[row] for row, settings in trials.items()}
+    tuned = frame.choose(store, measure, trials, {"rate": rates})
+    final = {row: trials[row] | tuned[row] | {"budget": seconds} for row in wanted}
+    frame.repeat(store, measure, final, seeds)
 
 
 def tested(store: Store, **settings: Any) -> list[Run]:
@@ -104,30 +90,20 @@ def side_by_side(
     return table
 
 
-def new_objective(pairs: PairDataset, name: str, settings: Settings) -> Objective:
-    """Return the objective of a row, for pairs."""
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-    given = {"temperature": settings["temperature"], "seed": settings["seed"]}
-    return objective_of(name)(**sizes, **given)
-
-
-def train(task: Task, settings: Settings, steps: int) -> Trained:
-    """Train a row, such as "InfoNCE 128" or "InfoNCE, mined", for a number of steps."""
-    name, _, batch = settings["row"].removesuffix(", mined").partition(" ")
-    batch_size = int(batch or frame.ORDINARY_BATCH)
+def train(task: Task, settings: Settings, steps: int, static: bool = False) -> Trained:
+    """Train a row, such as "InfoNCE 128", for a number of steps; transformers in bfloat16."""
+    name, _, batch = settings["row"].partition(" ")
+    batch_size = min(int(batch or frame.ORDINARY_BATCH), len(task.pairs))
     torch.manual_seed(settings["seed"])
     model, pairs = task.new_model(), task.pairs
-    objective = new_objective(pairs, name, settings)
-    begun = time.process_time()
-    if settings["row"].endswith(", mined"):
-        pairs = with_negatives(
-            model, pairs, Rule(num_negatives=1, relative=0.95), autocast="bfloat16"
-        )
-    size = {"batch_size": batch_size, "chunk_size": 32 if batch_size > 32 else None}
-    rate = frame.scaled_rate(settings["rate"], batch_size)
-    how = {"seed": settings["seed"], "max_steps": steps, "mixed_precision": "auto"}
-    trained = frame.train(model, pairs, objective, learning_rate=rate, **size, **how)
-    return trained._replace(seconds=time.process_time() - begun)
+    given = {"temperature": settings["temperature"], "seed": settings["seed"]}
+    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    trainer = {"batch_size": batch_size, "max_steps": steps, "seed": settings["seed"]}
+    trainer["learning_rate"] = settings["rate"]
+    if not static:
+        trainer["learning_rate"] = frame.scaled_rate(settings["rate"], batch_size)
+        trainer |= {"chunk_size": 32 if batch_size > 32 else None, "mixed_precision": "auto"}
+    return frame.train(model, pairs, objective_of(name)(**sizes, **given), **trainer)
 
 
 def run(
@@ -135,7 +111,6 @@ def run(
     pairs: int | None = None,
     seconds: float = 100.0,
     rows: Sequence[str] = ROWS,
-    temperatures: Sequence[float] = (0.03, 0.05),
     rates: Sequence[float] = (2e-5, 4e-5),
     seeds: int = 3,
     lora_rank: int = 0,
@@ -153,16 +128,20 @@ def run(
 
     common = {"task": path.name, "pairs": len(task.pairs), "lora_rank": lora_rank}
     store.get([{**common, "row": "before"}], published)
-    for row in rows:
-        own, trained = {**common, "row": row}, partial(train, task)
-        equal_seconds(store, task, own, trained, seconds, temperatures, rates, seeds)
+    wanted = {row: {**common, "row": row} for row in rows}
+    equal_seconds(store, task, partial(train, task), wanted, seconds, rates, seeds)
 
 
-def report(results: Path = STORE) -> None:
-    """Print all tested runs, and the table of docs/results.md."""
-    store = Store(results)
+def print_stored(path: Path, rows: Sequence[str], columns: dict[str, Settings]) -> None:
+    """Print all tested runs of a store, and its table of docs/results.md."""
+    store = Store(path)
     frame.print_runs("Tested runs", tested(store), digits=4)
-    print_table(Table("Side by side", side_by_side(store, SHOWN, COLUMNS)))
+    print_table(Table("Side by side", side_by_side(store, rows, columns)))
+
+
+def report() -> None:
+    """Print all tested runs, and the table of docs/results.md."""
+    print_stored(STORE, SHOWN, COLUMNS)
 
 
 def check(folder: Path) -> None:
@@ -173,15 +152,15 @@ def check(folder: Path) -> None:
     def trained(settings: Settings, steps: int) -> Trained:
         return Trained(settings["rate"], steps, 0.5 * steps)
 
-    common = {"task": "law", "row": "row"}
-    equal_seconds(store, law, common, trained, 30.0, (0.03, 0.05), (0.1, 0.2), seeds=2)
+    wanted = {"row": {"task": "law", "row": "row"}}
+    equal_seconds(store, law, trained, wanted, 30.0, rates=(0.1, 0.2), seeds=2)
     found = [(each.settings["rate"], each.outcome["steps"]) for each in store.where(budget=30.0)]
     assert found == [(0.4, 60), (0.4, 60)]
     path, model = toys.beir(folder / "toy"), str(toys.text_model(folder / "model"))
-    rows, file = ("InfoNCE, mined", "InfoNCE 34"), folder / "toy.jsonl"
+    rows, file = ("SogCLR+", "InfoNCE 34"), folder / "toy.jsonl"
     run(path, 35, 0.05, rows, rates=(1e-3,), seeds=1, model=model, results=file)
     assert len(Store(file).runs) == 1 + 2 * (2 + 1)
-    report(file)
+    print_stored(file, rows, {"toy": {"task": "toy"}})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "results.md"
 )
 def test_the_docs_show_what_the_store_holds(name: str, section: str) -> None:
     script = load_script(f"{name}.py")
-    shown = script.side_by_side(script.Store(script.STORE), script.SHOWN, script.COLUMNS)
+    side_by_side = load_script("fine_tuning.py").side_by_side
+    shown = side_by_side(script.Store(script.STORE), script.SHOWN, script.COLUMNS)
     table = DOCS.read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n\n")[1]
     columns = list(zip(*(line.split("|")[2:-1] for line in table.splitlines()), strict=True))
     # Quality and steps by turns; the last column holds what two columns show.
