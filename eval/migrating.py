@@ -1,7 +1,7 @@
 """What do mapped vectors find, compared with embedding again? `dualenc migrate` over all documents.
 
     python eval/migrating.py measure OLD_MODEL NEW_MODEL FOLDER WORK
-    python eval/migrating.py project MODEL OUT --dim 256
+    python eval/migrating.py report
 
 FOLDER is a BEIR folder with a test split; WORK keeps the embeddings for the next run. The maps are
 learned as the command learns them, from 2 % of the documents, at least 2,000, which are themselves
@@ -15,10 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import torch
-from frame import command_line
-from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Dense, Normalize
+from frame import RESULTS, Outcome, Settings, Store, command_line
+from make_data import project
 from toys import beir, text_model
 
 from dualenc.data import open_corpus
@@ -31,11 +29,24 @@ from dualenc.search.embed.encode import embed
 from dualenc.search.migration.maps import fit, folds, out_of_fold
 from dualenc.search.migration.stages import order_by_hits, sample_rows
 
+STORE = RESULTS / "migrating.jsonl"
+SHARE, OF_NEW = "share", "recall of the new model's 10"
+
 
 def measure(
-    old_model: str, new_model: str, folder: Path, work: Path, seed: int = 0
-) -> list[dict[str, object]]:
-    """Print the quality of old, mapped and new vectors; `seed` is that of sample and folds."""
+    old_model: str, new_model: str, folder: Path, work: Path, results: Path = STORE
+) -> None:
+    """Measure old, mapped and new vectors."""
+    old, new = (Path(model).resolve().parent.name for model in (old_model, new_model))
+
+    def run(settings: Settings) -> Outcome:
+        return compare(old_model, new_model, folder, work, settings["seed"])
+
+    Store(results).get([{"data": folder.name, "old": old, "new": new, "seed": 0}], run)
+
+
+def compare(old_model: str, new_model: str, folder: Path, work: Path, seed: int) -> Outcome:
+    """Return the quality of each system; `seed` is that of sample and folds."""
     collection, queries = read_beir(folder), open_corpus(folder, part="queries")
     vectors = []
     for path in (old_model, new_model):
@@ -59,36 +70,39 @@ def measure(
     scores = measures.judged_scores(systems, *ids, collection.qrels)
     # Among neighbors, the truth is what the new model finds; no query is a document.
     neighbors = measures.neighbour_scores(systems, np.full(len(own), -1))
-    cells = measures.table_rows(measures.summarize(scores))
+    means = [scores[system]["ndcg@10"].mean() for system in systems]
     whole = scores[measures.NEW]["ndcg@10"].mean()
-    for cell, system in zip(cells, systems):
-        cell["share"] = float(scores[system]["ndcg@10"].mean() / whole)
-        cell["recall of the new model's 10"] = float(neighbors[system]["recall@10"].mean())
-    print_table(Table(f"{folder.name}, map of {len(rows):,} pairs", cells))
-    return cells
+    return {
+        "pairs": len(rows),
+        "systems": measures.summarize(scores),
+        SHARE: [float(mean / whole) for mean in means],
+        OF_NEW: [float(neighbors[system]["recall@10"].mean()) for system in systems],
+    }
 
 
-def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
-    """Write a model whose vectors are those of another times a random matrix, to be fine-tuned."""
-    torch.manual_seed(seed)
-    original = SentenceTransformer(model, device="cpu")
-    transformer, pooling = list(original)[:2]
-    width = transformer.auto_model.config.hidden_size
-    modules = [transformer, pooling, Dense(width, dim, activation_function=torch.nn.Identity())]
-    modules.append(Normalize())
-    SentenceTransformer(modules=modules, prompts=original.prompts, device="cpu").save(str(out))
+def report(results: Path = STORE) -> None:
+    """Print a table of each run."""
+    for settings, outcome, _ in Store(results).runs:
+        cells = measures.table_rows(outcome["systems"])
+        for cell, share, recall in zip(cells, outcome[SHARE], outcome[OF_NEW], strict=True):
+            cell |= {SHARE: share, OF_NEW: recall}
+        title = "{data}, {old} → {new}".format(**settings)
+        print_table(Table(f"{title}, map of {outcome['pairs']:,} pairs", cells))
 
 
 def check(folder: Path) -> None:
     """Migrate to a linear image of a model: mapped documents find nearly all of its ten."""
     old, new = text_model(folder / "old" / "model"), folder / "new" / "model"
     project(str(old), new, dim=48)
-    rows = measure(str(old), str(new), beir(folder / "toy", 300), folder / "work")
-    found = [row["recall of the new model's 10"] for row in rows]
+    store = folder / "runs.jsonl"
+    measure(str(old), str(new), beir(folder / "toy", 300), folder / "work", results=store)
+    [run] = Store(store).runs
+    found = run.outcome[OF_NEW]
     assert len(found) == 7
     assert min(found[2:]) > 0.9
-    assert rows[-1]["share"] == found[-1] == 1
+    assert run.outcome[SHARE][-1] == found[-1] == 1
+    report(store)
 
 
 if __name__ == "__main__":
-    command_line(measure, project, check=check)
+    command_line(measure, report, check=check)

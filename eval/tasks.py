@@ -2,17 +2,12 @@
 
 - "vectors": two perceptrons on frozen features (latent semantic analysis, 256 numbers) of a BEIR
   folder.
-- "copies": the same on 4,000 of its pairs, a fifth of which come twice; "copies_known", where
-  training knows of them.
-- "text": a one-layer transformer from scratch; "text_dropout", with a dropout of 0.1;
-  "two_languages", where its tokenizer knows the words of queries as well.
+- "text": a one-layer transformer from scratch; "text_dropout", with a dropout of 0.1.
 - "decoder": a two-layer decoder from scratch whose last token is the text's vector.
 - "minilm": a published encoder; "minilm_lora", adapters of rank 16 on it; "minilm_beginnings" and
   "minilm_lora_beginnings", on as few tokens and documents as a CPU can; "minilm_512", on texts of
   up to 512 tokens.
 - "image_text": a small open_clip model on tables {train,dev,test}.parquet of images and captions.
-- "image_text_vectors": perceptrons on vectors that published encoders have of them, see
-  `make_data.py`; "image_text_sets", where the captions of an image are one item.
 - "images": a narrow ResNet on two views of labeled images, by its 20 nearest neighbors and, in the
   end, by a linear probe.
 """
@@ -22,14 +17,12 @@ from __future__ import annotations
 import importlib.util
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from dualenc.data import BeirPairs, ImageViews, PairDataset, TablePairs, TableViews
 from dualenc.data.corpus import Corpus, RetrievalSet
@@ -44,22 +37,17 @@ from dualenc.encoders import (
     train_tokenizer,
 )
 from dualenc.encoders.text import TokenCache
-from dualenc.encoders.vector import VectorPrepare, VectorTower
 from dualenc.evaluation.image_text_retrieval import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.search.embed.encode import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
-from dualenc.types import Inputs
 
 Autocast = Literal["bfloat16"] | None
 HELD_OUT = 1000  # training queries, or a fifth of them, where a folder has no dev.tsv
 DOCUMENTS = 10_000  # that fine-tuned encoders search, the judged ones among them
 BEGINNINGS = {"max_tokens": 32, "max_documents": 4000, "max_queries": 500, "autocast": "bfloat16"}
 LONG = BEGINNINGS | {"max_tokens": 512, "max_documents": 1500, "max_queries": 300}
-COPIED_PAIRS, COPIED_SHARE = 4000, 0.2
-DROPPED_SHARE = 0.1  # of the words of a copy
-CAPTIONS = 5  # of an image of Flickr8k
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
 BERT = SMALL | {"model_type": "bert", "num_hidden_layers": 1, "intermediate_size": 256}
 QWEN3 = SMALL | {"model_type": "qwen3", "num_hidden_layers": 2, "intermediate_size": 192}
@@ -248,57 +236,10 @@ def on_features(
     return Task(new_model, train, *map(Retrieval, own), learning_rate)
 
 
-def copies(path: Path, model: str, known: bool = False) -> Task:
-    """Give a fifth of the documents a near copy under another id, as false negatives.
-
-    A copied training pair comes again, as copies of both: the document of either is a false
-    negative of the other's query, or a known positive. In tests both documents are relevant.
-    """
-    pairs, *parts = beir_parts(path)
-    draw = np.random.default_rng(0)
-    pairs = some_of(pairs, COPIED_PAIRS)
-    copied = draw.permutation(len(pairs))[: round(COPIED_SHARE * len(pairs))]
-    sides, ids = [], []
-    for items, own in ((pairs.left_items, pairs.left_id), (pairs.right_items, pairs.right_id)):
-        sides.append([*items, *(without_words(items[item], draw) for item in own[copied].tolist())])
-        ids.append(np.concatenate([own, len(items) + np.arange(len(copied))]))
-    documents = parts[1].corpus
-    rows = draw.permutation(len(documents))[: round(COPIED_SHARE * len(documents))].tolist()
-    copy_of = {documents.ids[row]: f"{documents.ids[row]}-copy" for row in rows}
-    texts = [*documents.items, *(without_words(documents.items[row], draw) for row in rows)]
-    corpus = Corpus([*documents.ids, *copy_of.values()], texts)
-    for number, part in enumerate(parts):
-        qrels = {
-            query: grades | {copy_of[own]: grade for own, grade in grades.items() if own in copy_of}
-            for query, grades in part.qrels.items()
-        }
-        parts[number] = part._replace(corpus=corpus, qrels=qrels)
-    train = PairDataset(*sides, *ids)
-    task = replace(on_features(train, *parts, learning_rate=1e-3), evaluations=0)
-    if not known:
-        return task
-    # Each query with the document of its copy, the other way round as well.
-    every = np.arange(len(pairs), len(train))
-    crossed_left = np.concatenate([ids[0], ids[0][copied], ids[0][every]])
-    crossed_right = np.concatenate([ids[1], ids[1][every], ids[1][copied]])
-    items = task.pairs.left_items, task.pairs.right_items
-    knowing = vector_pairs(*items, crossed_left, crossed_right)
-    return replace(task, pairs=knowing.take(np.arange(len(train)), positives_of=knowing))
-
-
-def without_words(text: str, draw: np.random.Generator) -> str:
-    """Return a near copy: a tenth of the words are missing."""
-    words = text.split()
-    is_dropped = draw.random(len(words)) < DROPPED_SHARE
-    return " ".join(word for word, dropped in zip(words, is_dropped, strict=True) if not dropped)
-
-
-def from_scratch(path: Path, model: str, config: dict[str, Any], both_sides: bool = False) -> Task:
-    """Make a transformer with random weights and a tokenizer of documents, or of both sides."""
+def from_scratch(path: Path, model: str, config: dict[str, Any]) -> Task:
+    """Make a transformer with random weights and a tokenizer of documents."""
     pairs, *parts = beginnings(path, words=64)
-    whole = beir_parts(path)[0]
-    texts = [*(whole.left_items if both_sides else ()), *whole.right_items]
-    tokenizer = train_tokenizer(texts, 8000, max_length=64)
+    tokenizer = train_tokenizer(beir_parts(path)[0].right_items, 8000, max_length=64)
     new_model = partial(TextEncoder, config=config, tokenizer=tokenizer, max_length=64)
     return Task(new_model, pairs, *map(Retrieval, parts), learning_rate=3e-3)
 
@@ -364,57 +305,6 @@ def image_text(path: Path, model: str) -> Task:
     return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=5e-4)
 
 
-def image_text_vectors(path: Path, model: str, one_item: bool = False) -> Task:
-    """Put perceptrons on vectors, see `make_data.py`; captions of an image may be one item."""
-    train, *parts = (pairs_in(path / f"{part}.npz") for part in ("train", "dev", "test"))
-    sizes = train.left_items.shape[1], train.right_items.shape[1]
-    if one_item:
-        several = []
-        for image in range(train.num_left):
-            own = train.right_items[train.right_id[train.left_id == image]]
-            # Where two captions of an image are the same, some come again.
-            several.append(np.resize(own, (CAPTIONS, sizes[1])).ravel())
-        train = vector_pairs(train.left_items, np.stack(several))
-    new_model = partial(CaptionEncoder, *sizes)
-    return Task(new_model, train, *map(ImageOfCaption, parts), learning_rate=1e-3)
-
-
-def pairs_in(file: Path) -> PairDataset:
-    """Return the pairs of vectors in a file."""
-    with np.load(file) as held:
-        return vector_pairs(*(held[name] for name in ("images", "captions", "left_id", "right_id")))
-
-
-class CaptionEncoder(VectorEncoder):
-    """Perceptrons on vectors of images and on vectors of captions."""
-
-    def __init__(self, image_dim: int, caption_dim: int) -> None:
-        super().__init__(image_dim, tower="mlp", dim=64, hidden=512, right_input_dim=caption_dim)
-        DualEncoder.__init__(self, self.left, AnyCaption(caption_dim), kind="vector")
-
-
-class AnyCaption(VectorTower):
-    """A perceptron on a random one of the vectors (B, n·D) of an image's n captions."""
-
-    def __init__(self, caption_dim: int) -> None:
-        super().__init__("mlp", caption_dim, dim=64, hidden=512)
-        self.caption_dim = caption_dim
-        self.prepare = AnyLength(caption_dim)
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        captions = inputs["vector"].unflatten(1, (-1, self.caption_dim))
-        chosen = torch.randint(captions.shape[1], (len(captions),), device=captions.device)
-        rows = torch.arange(len(captions), device=captions.device)
-        return super().forward({"vector": captions[rows, chosen]})
-
-
-class AnyLength(VectorPrepare):
-    """Vectors of several captions as well."""
-
-    def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
-        return {"vector": torch.from_numpy(np.stack(items)).float()}
-
-
 def new_encoder() -> DualEncoder:
     """Return a ResNet with four narrow blocks, which trains in a minute on one core."""
     thin = {"layers": (1, 1, 1, 1), "channels": (16, 32, 64, 128)}
@@ -443,11 +333,8 @@ def images(path: Path, model: str) -> Task:
 
 TASKS: dict[str, Callable[[Path, str], Task]] = {
     "vectors": lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3),
-    "copies": copies,
-    "copies_known": partial(copies, known=True),
     "text": partial(from_scratch, config=BERT | NO_DROPOUT),
     "text_dropout": partial(from_scratch, config=BERT | DROPOUT),
-    "two_languages": partial(from_scratch, config=BERT | NO_DROPOUT, both_sides=True),
     "decoder": partial(from_scratch, config=QWEN3 | GROUPED),
     "minilm": minilm,
     "minilm_lora": partial(minilm, lora_rank=16),
@@ -455,7 +342,5 @@ TASKS: dict[str, Callable[[Path, str], Task]] = {
     "minilm_lora_beginnings": partial(minilm, lora_rank=16, **BEGINNINGS),
     "minilm_512": partial(minilm, **LONG),
     "image_text": image_text,
-    "image_text_vectors": image_text_vectors,
-    "image_text_sets": partial(image_text_vectors, one_item=True),
     "images": images,
 }
