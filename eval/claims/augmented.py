@@ -1,20 +1,19 @@
 """Do the claims of the papers behind the objectives hold at a size that one core can train?
 
     python eval/claims/augmented.py run CIFAR10 --only hardness
-    python eval/claims/augmented.py run DATA --only selection --pairs 2560 --steps 500 --test 1000
     python eval/claims/augmented.py report
 
-Two augmented views of an image are a pair. All arms have the same images, steps and learning rate,
-and the same two temperatures, of which a linear probe on validation images chooses with the first
-seed. Arms that vary one argument take the temperature of the objective that they vary, and hard
-negatives have 0.5. `selection` trains a narrow ResNet, everything else three convolutions.
+Two augmented views of an image are a pair, and three convolutions are trained. All arms have the
+same images, steps and learning rate, and the same two temperatures, of which a linear probe on
+validation images chooses with the first seed. Arms that vary one argument take the temperature of
+the objective that they vary, and hard negatives have 0.5.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -26,24 +25,31 @@ from PIL import Image
 from torch import Tensor, nn
 
 from dualenc.batching import BatchSelector, RandomBatches, SpectralBatches, batch_losses
-from dualenc.data import ImageViews, PairDataset
+from dualenc.data import PairDataset
 from dualenc.data.views import SimCLR
 from dualenc.encoders import DualEncoder
 from dualenc.encoders.dual import Prepare
 from dualenc.encoders.image import ProjectedTower
-from dualenc.evaluation.corrupted import nearest_images, nearest_versions, summarize_nearest
-from dualenc.evaluation.corruptions import ALL, CleanImages, GeneratedCorruptions
+from dualenc.evaluation.corrupted import nearest_images, summarize_nearest
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
-from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import EMC2, HCL, ISIR, SACLR, InfoNCE, NegativeCache, Objective, SogCLR
-from dualenc.training import KNNEvaluator
 from dualenc.types import Inputs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import toys
-from frame import RESULTS, Outcome, Run, Settings, Store, command_line, spread, train, tune
-from probes import OSGDBatches
-from tasks import new_encoder, open_parts
+from frame import (
+    RESULTS,
+    Outcome,
+    Settings,
+    Store,
+    choose,
+    command_line,
+    most_seeds,
+    print_runs,
+    repeat,
+    train,
+)
+from tasks import open_parts
 
 FOUND = RESULTS / "claims.jsonl"
 PIXELS, AUGMENTATIONS = 16, 64
@@ -57,8 +63,33 @@ class Arm(NamedTuple):
     temperatures: tuple[float, ...] = (0.1, 0.3)  # to choose from on validation images
     as_in: str | None = None  # another arm, whose temperature is taken instead
     batching: Callable[..., BatchSelector] = RandomBatches
-    augmentations: int = AUGMENTATIONS  # of the stored ones
-    resnet: bool = False
+
+
+class OSGDBatches(BatchSelector):
+    """Ordered SGD: of each 40 random batches the 20 with the largest loss.
+
+    An epoch is a random partition into batches, cut into windows of 40, of which the last may be
+    shorter and gives in proportion. Source: Cho et al. 2023, arXiv:2307.05906, Algorithm 6;
+    Kawaguchi and Lu 2020, arXiv:1907.04371.
+    """
+
+    needs_embeddings = True
+    temperature = 0.1
+
+    @property
+    def num_batches(self) -> int:
+        full, rest = divmod(self.num_pairs // self.batch_size, 40)
+        return full * 20 + math.ceil(rest / 2)
+
+    def select(self, epoch: int, left: Any = None, right: Any = None) -> np.ndarray:
+        batches = self.random_batches(self.generator(epoch))
+        if left is None:
+            return batches
+        losses = batch_losses(*self.check_embeddings(left, right), batches, self.temperature)
+        windows = np.split(np.arange(len(batches)), range(40, len(batches), 40))
+        # A stable sort, so that equal losses give equal batches everywhere.
+        order = [own[np.argsort(-losses[own], kind="stable")] for own in windows]
+        return batches[np.concatenate([own[: math.ceil(len(own) / 2)] for own in order])]
 
 
 def hard(hardness: float, class_prior: float) -> Arm:
@@ -67,12 +98,6 @@ def hard(hardness: float, class_prior: float) -> Arm:
 
 
 BOTH: dict[str, Callable[..., Objective]] = {"SimCLR": InfoNCE, "SogCLR": SogCLR}
-SELECTORS: dict[str, Callable[..., BatchSelector]] = {
-    "random": RandomBatches,
-    "OSGD": partial(OSGDBatches, k=40, q=20),
-    "spectral": partial(SpectralBatches, method="spectral"),
-    "bisection": SpectralBatches,
-}
 ARMS: dict[str, Arm] = {
     **{name: Arm(kind) for name, kind in BOTH.items()},
     "EMC2": Arm(EMC2),
@@ -84,17 +109,10 @@ ARMS: dict[str, Arm] = {
     "SACLR-all matrix": Arm(partial(SACLR, form="matrix", rho=0.99)),
     "EMC2, burn-in 0": Arm(partial(EMC2, burn_in=0.0), as_in="EMC2"),
     "EMC2, burn-in 3/4": Arm(partial(EMC2, burn_in=0.75), as_in="EMC2"),
-    "EMC2, 2 augmentations": Arm(EMC2, as_in="EMC2", augmentations=2),
-    "EMC2, 8 augmentations": Arm(EMC2, as_in="EMC2", augmentations=8),
+    **{f"{name}, OSGD": Arm(kind, as_in=name, batching=OSGDBatches) for name, kind in BOTH.items()},
     **{
-        f"{name}, {how}": Arm(kind, as_in=name, batching=SELECTORS[how])
+        f"{name}, bisection": Arm(kind, as_in=name, batching=SpectralBatches)
         for name, kind in BOTH.items()
-        for how in ("OSGD", "bisection")
-    },
-    **{
-        f"ResNet, {name}, {how}": Arm(kind, (0.2,), batching=batching, resnet=True)
-        for name, kind in BOTH.items()
-        for how, batching in SELECTORS.items()
     },
     "β 0, τ⁺ 0 (SimCLR)": hard(0, 0),
     "β 0, τ⁺ 0.1 (debiased)": hard(0, 0.1),
@@ -107,9 +125,7 @@ EXPERIMENTS: dict[str, list[str]] = {
     "hardness": [name for name in ARMS if name.startswith("β")],
     "saclr": [*BOTH, *(name for name in ARMS if name.startswith("SACLR"))],
     "burn-in": ["EMC2", *(name for name in ARMS if "burn-in" in name)],
-    "augmentations": ["EMC2", *(name for name in ARMS if name.endswith("augmentations"))],
     "batches": [*BOTH, *(name for name, arm in ARMS.items() if arm.as_in in BOTH)],
-    "selection": [name for name, arm in ARMS.items() if arm.resnet],
 }
 
 
@@ -151,11 +167,6 @@ def views_of(images: Sequence[Image.Image], seeds: Sequence[Sequence[int]]) -> T
     return torch.stack(views).mul(255).round().byte()
 
 
-def pairs_of_views(images: Sequence[Image.Image]) -> Tensor:
-    """Augment each image twice, with seeds of its own: (N, 2, 3, S, S)."""
-    return scaled(views_of(images, [(2 * row, 2 * row + 1) for row in range(len(images))]))
-
-
 class SmallEncoder(DualEncoder):
     """Three convolutions of stride 2, averaged to 128 features, and a projector of two layers."""
 
@@ -186,12 +197,8 @@ class SmallImages:
         small = [[image.resize(size, Image.Resampling.BICUBIC) for image in own] for own in images]
         self.plain = [torch.from_numpy(np.stack(own)).permute(0, 3, 1, 2) for own in small]
         self.augmented = views_of(images[0], [range(AUGMENTATIONS)] * num_train)
-        self.pairs = pairs_of_views(images[2])
-        some = images[2][:300]
-        corrupted = GeneratedCorruptions(CleanImages(some))
-        versions = [corrupted.image(row, name, 1) for row in range(len(some)) for name in ALL]
-        by_image = pairs_of_views(versions).unflatten(0, (len(some), len(ALL)))
-        self.versions = by_image.transpose(1, 2)  # (n, 2, K, 3, S, S)
+        seeds = [(2 * row, 2 * row + 1) for row in range(len(images[2]))]
+        self.pairs = scaled(views_of(images[2], seeds))
 
     def measure(self, model: DualEncoder) -> Outcome:
         """Probe the features, and find an image's other view (Cho et al., Table 1)."""
@@ -205,8 +212,7 @@ class SmallImages:
         for name, k in (("20-NN", 20), ("1-NN", 1)):
             found[name] = accuracy(knn_predict(train, train_labels, test, k=k), test_labels)
         found["pair"] = summarize_nearest(nearest_images(embed(model.left, self.pairs)))["top1"]
-        nearest = nearest_versions(embed(model.left, self.versions))
-        return found | {"version": summarize_nearest(nearest)["top1"]}
+        return found
 
 
 @torch.inference_mode()
@@ -216,34 +222,6 @@ def embed(encode: Callable[[Inputs], Tensor], images: Tensor) -> np.ndarray:
     return found.view(*images.shape[:-3], -1).numpy()
 
 
-def watched(batching: BatchSelector) -> Outcome:
-    """Return what will hold the loss of the last selected batches, and of random ones."""
-    select: Any = batching.select
-    found: Outcome = {}
-
-    def select_and_compare(epoch: int, left: Any = None, right: Any = None) -> np.ndarray:
-        begun = time.perf_counter()
-        batches = select(epoch, left, right)
-        if left is not None:
-            found["seconds per selection"] = time.perf_counter() - begun
-            random = RandomBatches(batching.num_pairs, batching.batch_size).select(epoch)
-            for name, each in (("loss, selected", batches), ("random", random)):
-                found[name] = float(batch_losses(left, right, each, batching.temperature).mean())
-        return batches
-
-    batching.select = select_and_compare
-    return found
-
-
-def measure_resnet(model: DualEncoder, pairs: ImageViews, test: ImageViews) -> Outcome:
-    """Find an image's other view by embeddings, and let 20 neighbors vote by features."""
-    images, prepare = [each.left for each in test], model.left.prepare
-    seeds = [range(view, 2 * len(images), 2) for view in range(2)]
-    views = torch.stack([prepare(images, own)["image"] for own in seeds], dim=1)
-    top1 = summarize_nearest(nearest_images(embed(model.left, views)))["top1"]
-    return {"pair": top1, "20-NN": KNNEvaluator(pairs, test)(model)["knn_accuracy"]}
-
-
 open_images = cache(SmallImages)
 
 
@@ -251,25 +229,15 @@ def train_arm(settings: Settings, folder: Path) -> Outcome:
     """Train an arm once, and measure it."""
     arm, seed = ARMS[settings["arm"]], settings["seed"]
     num_pairs, num_test = settings["pairs"], settings["test"]
-    new_model: Callable[[], DualEncoder]
-    measure: Callable[[DualEncoder], Outcome]
-    if arm.resnet:
-        pairs, _, test = open_parts(str(folder), num_pairs, num_test)
-        new_model, measure = new_encoder, partial(measure_resnet, pairs=pairs, test=test)
-    else:
-        pairs, images = numbered(num_pairs), open_images(folder, num_pairs, num_test)
-        prepare = StoredViews(images.plain[0], images.augmented[:, : arm.augmentations])
-        new_model, measure = partial(SmallEncoder, prepare), images.measure
+    pairs, images = numbered(num_pairs), open_images(folder, num_pairs, num_test)
     torch.manual_seed(seed)
-    model = new_model()
+    model = SmallEncoder(StoredViews(images.plain[0], images.augmented))
     shared = {"num_left": num_pairs, "temperature": settings["temperature"], "views": True}
     objective = arm.objective(seed=seed, **shared)
     batching = arm.batching(num_pairs, SHARED["batch_size"], seed=seed)
-    selection = watched(batching)
-    precision = "bf16" if arm.resnet else "no"
-    own = {"max_steps": settings["steps"], "mixed_precision": precision, "seed": seed}
+    own = {"max_steps": settings["steps"], "mixed_precision": "no", "seed": seed}
     train(model, pairs, objective, batching, **own, **SHARED)
-    return measure(model) | selection
+    return images.measure(model)
 
 
 def run(
@@ -294,64 +262,35 @@ def run(
     """
     store, once = Store(results), partial(train_arm, folder=folder)
     size = {"data": folder.name, "pairs": pairs, "steps": steps, "test": test}
-
-    def on_validation(tried: list[tuple[str, float]]) -> list[float]:
-        wanted = [{**size, "arm": name, "temperature": each, "seed": 0} for name, each in tried]
-        return [found["validation"] for found in store.get(wanted, once)]
-
-    arms = {name for own in ([only] if only else EXPERIMENTS) for name in EXPERIMENTS[own]}
-    chosen: dict[str, float] = {}
+    arms = [name for own in ([only] if only else EXPERIMENTS) for name in EXPERIMENTS[own]]
+    chosen: dict[str, Settings] = {}
     for owner in {ARMS[name].as_in or name for name in arms}:
-        chosen |= tune([owner], ARMS[owner].temperatures, on_validation, beyond_edge=0)
-    # Seeds outside: an interrupted run has all arms.
-    wanted = [
-        {**size, "arm": name, "temperature": chosen[ARMS[name].as_in or name], "seed": seed}
-        for seed in range(seeds)
-        for name in ARMS
-        if name in arms
-    ]
-    store.get(wanted, once)
+        grids = {"temperature": ARMS[owner].temperatures}
+        chosen |= choose(store, once, {owner: {**size, "arm": owner}}, grids, beyond_edge=0)
+    wanted = {name: {**size, "arm": name, **chosen[ARMS[name].as_in or name]} for name in arms}
+    repeat(store, once, wanted, seeds)
     report(results)
 
 
-def chosen_by(runs: Sequence[Run], name: str) -> tuple[float, list[Outcome]]:
-    """Return the value of a setting that was chosen, which has most seeds, with its outcomes."""
-    by_value: dict[float, list[Outcome]] = {}
-    for each in runs:
-        by_value.setdefault(each.settings[name], []).append(each.outcome)
-    # With one seed, the best on validation images.
-    return max(by_value.items(), key=lambda own: (len(own[1]), own[1][0].get("validation", 0)))
-
-
-def row_of(runs: Sequence[Run]) -> dict[str, object]:
-    """Return the metrics of an arm over seeds, at the temperature that was chosen."""
-    temperature, found = chosen_by(runs, "temperature")
-    metrics = [metric for metric in found[0] if metric != "validation"]
-    row = {metric: spread([each[metric] for each in found]) for metric in metrics}
-    return {"arm": runs[0].settings["arm"], "τ": str(temperature), **row}
-
-
 def report(results: Path = FOUND) -> None:
-    """Print the tables of all runs.
+    """Print the tables of all runs, at the temperatures that were chosen.
 
     Args:
         results: file of finished runs.
     """
-    store, names = Store(results), ("data", "pairs", "steps", "test")
-    sizes = {tuple(each.settings[name] for name in names) for each in store.runs}
-    for size, (experiment, arms) in itertools.product(sorted(sizes), EXPERIMENTS.items()):
-        own = dict(zip(names, size))
-        found = [runs for name in arms if (runs := store.where(arm=name, **own))]
-        title = f"{experiment} on {size[0]}: {size[1]} images, {size[2]} steps"
+    store = Store(results)
+    data = sorted({each.settings["data"] for each in store.runs})
+    for name, (experiment, arms) in itertools.product(data, EXPERIMENTS.items()):
+        found = [runs for arm in arms if (runs := store.where(data=name, arm=arm))]
         if found:
-            print_table(Table(title, [row_of(runs) for runs in found]))
+            print_runs(experiment, [each for runs in found for each in most_seeds(runs)])
 
 
 def check(folder: Path) -> None:
     """Train for two steps; hard negatives with both arguments 0 are SimCLR."""
     results = folder / "claims.jsonl"
     toys.images(folder / "toy", train=44, size=32)
-    for only in ("hardness", "selection"):
+    for only in ("hardness", "batches"):
         run(folder / "toy", only, pairs=32, steps=2, test=12, seeds=1, results=results)
     [hardness] = Store(results).where(arm="β 0, τ⁺ 0 (SimCLR)")
     same = {**hardness.settings, "arm": "SimCLR"}
