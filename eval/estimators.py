@@ -58,14 +58,8 @@ COMPARED: list[tuple[str, Settings]] = [
     ("ISIR", {}),
     ("ExactGlobal", {}),
 ]
-DRIFTING: list[tuple[str, Settings]] = [
-    ("DCL", {}),
-    ("ISIR", {}),
-    ("NegativeCache", {}),
-    ("GlobalCache", {}),
-    ("GlobalCache", {"extra_encodes": 2.0}),
-    ("SogCLR", {"gamma": 0.5}),
-]
+MOVED = ("DCL", "ISIR", "NegativeCache", "GlobalCache")
+DRIFTING = [*(each for each in COMPARED if each[0] in MOVED), ("SogCLR", {"gamma": 0.5})]
 Rows = list[dict[str, Any]]
 Pairs = Callable[[float], "FrozenPairs"]
 """Pairs by time in epochs."""
