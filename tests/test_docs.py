@@ -65,8 +65,9 @@ def test_code_is_python(page: Path) -> None:
 
 @pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
 def test_tables_of_results_name_their_command(page: Path) -> None:
-    """Either in their section, or for the whole page in its introduction."""
-    command = re.compile(r"python\s+eval/|dualenc\s+[a-z]+ |a\s+program\s+that\s+is\s+not\s+kept")
+    """Either in their section, as text or as a link, or for the whole page in its introduction."""
+    named = r"python\s+eval/|dualenc\s+[a-z]+ |\[command\]|a\s+program\s+that\s+is\s+not\s+kept"
+    command = re.compile(named)
     introduction, *sections = re.split(r"^(?=#{2,} )", page.read_text("utf-8"), flags=re.M)
     for section in [introduction, *sections]:
         if "\n|" in section and not command.search(introduction):
