@@ -258,7 +258,7 @@ def bias(
         embeddings: file of real unit vectors instead of random ones, .npy (2, N, D).
     """
     common = {"num_pairs": num_pairs, "batch_size": batch_size, "temperature": 0.07, "views": views}
-    common |= {"warm_up": 40, "epochs": max(1, epochs // 8), "stretches": 8}
+    common |= {"warm_up": epochs // 5, "epochs": max(1, epochs // 8), "stretches": 8}
     if embeddings is not None:
         common["vectors"] = str(embeddings)
     draws = {"proposals": batch_size}
