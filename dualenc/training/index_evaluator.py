@@ -72,9 +72,13 @@ class IndexEvaluator(Evaluator):
 
     def per_query(self, model: DualEncoder) -> dict[str, Scores]:
         """Return every metric of each query."""
+        return score_queries(self.qrels, self.retrieve(model))
+
+    def retrieve(self, model: DualEncoder) -> dict[str, dict[str, float]]:
+        """Return the best documents of each query with their scores, best first."""
         queries = self.embed(model, "left", self.queries, "queries")
         device = next(model.parameters()).device
-        run = retrieve(
+        return retrieve(
             queries.ids,
             queries.vectors,
             self.documents.ids,
@@ -82,7 +86,6 @@ class IndexEvaluator(Evaluator):
             qrels=self.qrels,
             device=device,
         )
-        return score_queries(self.qrels, run)
 
     def among(self, query_ids: Sequence[str]) -> IndexEvaluator:
         """Return an evaluator of these queries only."""
