@@ -47,10 +47,31 @@ class FrozenCorpus(Objective):
 
         FrozenCorpus(np.load("documents.npy", mmap_mode="r"), temperature=0.03)
 
+    **Weights.** With weights w_d, the log of a document's weight is added to its score, that of
+    the positive included: p(d | q) = w_d·exp(s_d/τ) / Σ_z w_z·exp(s_z/τ). This is the logit
+    adjustment of Menon et al. 2021 (arXiv:2007.07314, Eq. 10). The minimum of the loss over all
+    functions s is where this p is the distribution of the pairs, so s_d/τ = log p(d | q) − log w_d
+    + a constant of q. Without weights, s learns log p(d | q), hence also how often a document is
+    clicked at all, and one without clicks is never an answer. With w_d = n_d + α, where n_d is the
+    number of training pairs of document d and Σ_d n_d = M,
+
+        w_d = n_d + α,   w_d/(M + αN) = p_α(d),   s_d/τ = log p(d | q)/p_α(d) + a constant of q,
+
+    where p_α(d) is the frequency of d in the pairs after α further clicks on every document. So
+    the score says how much the query raises the probability of d, and not how popular d is.
+    α → ∞ makes all weights equal: the loss without weights. α → 0 makes p_α the frequency in the
+    pairs: in-batch negatives, which are drawn in it, approach log p(d | q)/p(d) (van den Oord et
+    al. 2018, arXiv:1807.03748, Eq. 5), and documents without a click leave the sum.
+
+        clicks = np.bincount(pairs.right_id, minlength=len(documents))
+        FrozenCorpus(documents, weights=clicks + 0.1, temperature=0.03)
+
     Args:
         documents: (N, D) float vectors by right id, used as unit vectors: an array, a memory map,
             `ShardedVectors` or a tensor. They are read in blocks, never written, and not part of
             checkpoints.
+        weights: (N,) positive weights of the documents, not part of checkpoints; None weighs all
+            alike. Only their ratios matter.
         max_exact: maximum number of documents for the exact sum. For more documents it is
             estimated, from the documents that `search` finds for the queries of the batch and a
             uniform sample of the others, weighted so that the estimate of Z is unbiased.
@@ -69,6 +90,7 @@ class FrozenCorpus(Objective):
         self,
         documents: Any,
         *,
+        weights: Any = None,
         max_exact: int = 2_000_000,
         nearest: int = 256,
         sampled: int = 8192,
@@ -97,7 +119,8 @@ class FrozenCorpus(Objective):
                 "pass search, such as that of a FAISS index, "
                 "or raise max_exact, which makes steps slower",
             )
-        self.documents = FrozenDocuments(documents, search)
+        log_weights = None if weights is None else _checked_log_weights(weights, num_documents)
+        self.documents = FrozenDocuments(documents, search, log_weights)
         if not self.documents.seem_finite():
             fail("documents", "hold NaN or infinite values", "leave these rows out")
         self.max_exact = max_exact
@@ -111,10 +134,12 @@ class FrozenCorpus(Objective):
         self._check_values(anchors, log_partition)
         self.record(log_partition=log_partition)
         positive = anchors.positive_scores  # (1, A)
+        own = self.documents.read_log_weights(_positive_rows(anchors), positive)  # (A,) or None
+        weighted = positive if own is None else positive + own
         # With m constant, ∇(q·m/τ) = ∇ log Z, both in the query q and in τ. Without negatives, m =
         # 0.
         coordinates = anchors.embeddings / anchors.temperature
-        return Estimate.apply(self.log_odds(log_partition, positive), coordinates, mean, positive)
+        return Estimate.apply(self.log_odds(log_partition, weighted), coordinates, mean, positive)
 
     @torch.no_grad()
     def _softmax(self, anchors: Anchors) -> tuple[Tensor, Tensor]:
@@ -170,7 +195,8 @@ class FrozenCorpus(Objective):
             if is_exact:
                 rows = torch.arange(part.start, part.stop, device=queries.device)
                 # A slice of a memory map is read in one go.
-                yield rows, None, self.documents.read(part, queries)
+                block = self.documents.read(part, queries)
+                yield rows, self.documents.read_log_weights(part, queries), block
             else:
                 rows = sample[part]
                 yield rows, log_weights[part], self.documents.read(rows, queries)
@@ -179,8 +205,9 @@ class FrozenCorpus(Objective):
         """Sample documents: the nearest ones of all queries, and a uniform sample of the others.
 
         Returns:
-            (R,) ascending rows; (R,) log of the number of documents that each stands for: 1 for the
-            nearest ones, and for the others their number divided by the number of draws among them.
+            (R,) ascending rows; (R,) log of the number of documents that each stands for (1 for the
+            nearest ones, and for the others their number divided by the number of draws among
+            them), plus the document's own log weight.
         """
         queries = anchors.embeddings[0]
         own_nearest = self.documents.find(queries, self.nearest)
@@ -194,14 +221,16 @@ class FrozenCorpus(Objective):
         weight_one = torch.zeros(len(nearest), device=queries.device)
         log_weights = torch.cat([weight_one, stands_for.log()])
         rows, order = torch.cat([nearest, rest]).sort()
-        return rows, log_weights.to(queries)[order]
+        log_weights = log_weights.to(queries)[order]
+        documents_own = self.documents.read_log_weights(rows, queries)
+        return rows, log_weights if documents_own is None else log_weights + documents_own
 
     def _check_values(self, anchors: Anchors, log_partition: Tensor) -> None:
         """Raise on NaN, and on positives that differ from the documents.
 
         They differ if rows are in another order or the right tower is trained.
         """
-        rows = anchors.candidate_ids[0][anchors.positive_column[0]]
+        rows = _positive_rows(anchors)
         partners = anchors.partners[0].detach()
         documents = normalize(self.documents.read(rows, partners), dim=1)
         cosines = (documents * partners).sum(dim=1)
@@ -221,6 +250,23 @@ class FrozenCorpus(Objective):
         return [two_towers(batch, self.num_left or 0, temperature).of_direction(0)]
 
 
+def _positive_rows(anchors: Anchors) -> Tensor:
+    """Return (A,) rows of the anchors' own positives among the documents."""
+    return anchors.candidate_ids[0][anchors.positive_column[0]]
+
+
+def _checked_log_weights(weights: Any, num_documents: int) -> Tensor:
+    """Return (N,) log weights in double precision; raise unless weights are positive."""
+    numbers = as_numbers("weights", weights, torch.device("cpu")).detach().double().cpu()
+    if numbers.shape != (num_documents,):
+        problem = f"have shape {tuple(numbers.shape)}, but documents have {num_documents} rows"
+        fail("weights", problem, "give a weight for each document")
+    if not bool((numbers.isfinite() & (numbers > 0)).all()):
+        problem = "hold values that are not finite and above 0"
+        fail("weights", problem, "add a small number, as in clicks + 0.1")
+    return numbers.log()
+
+
 def _checked_size(documents: Any) -> int:
     """Return N; raise unless documents are a float array (N, D)."""
     shape = tuple(getattr(documents, "shape", ()))
@@ -231,7 +277,7 @@ def _checked_size(documents: Any) -> int:
 
 
 class FrozenDocuments:
-    """Document vectors (N, D) and a search among them; copies of an objective share both.
+    """Document vectors (N, D), their weights and a search; copies of an objective share them.
 
         documents = FrozenDocuments(vectors, search=None)
         documents.read(slice(0, 100), like=queries)
@@ -239,11 +285,15 @@ class FrozenDocuments:
     Args:
         vectors: (N, D) array, memory map or tensor.
         search: function that finds the nearest documents, see `Search`; or None.
+        log_weights: (N,) logs of the documents' weights; None for weights of 1.
     """
 
-    def __init__(self, vectors: Any, search: Search | None) -> None:
+    def __init__(
+        self, vectors: Any, search: Search | None, log_weights: Tensor | None = None
+    ) -> None:
         self.vectors = vectors
         self.search = search
+        self.log_weights = log_weights
         self.num_rows, self.dim = vectors.shape
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FrozenDocuments:
@@ -270,6 +320,12 @@ class FrozenDocuments:
                 warnings.filterwarnings("ignore", message=".*not writable.*")
                 block = torch.from_numpy(array)
         return block[:, : like.shape[1]].to(like)
+
+    def read_log_weights(self, rows: slice | Tensor, like: Tensor) -> Tensor | None:
+        """Return (n,) log weights of rows, in the precision of `like`; None for weights of 1."""
+        if self.log_weights is None:
+            return None
+        return self.log_weights[rows.cpu() if isinstance(rows, Tensor) else rows].to(like)
 
     def find(self, queries: Tensor, nearest: int) -> Tensor:
         """Search for the documents nearest to queries (A, d); return (A, nearest) rows or -1."""
