@@ -14,9 +14,9 @@ from toys import write_beir
 from dualenc.data import PairDataset
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.corpus import Corpus
+from dualenc.data.document_splits import split_by_documents
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.readers.beir import read_judged_queries, relevant_pairs
-from dualenc.data.readers.clicks import split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder
 from dualenc.encoders.vector import TowerKind

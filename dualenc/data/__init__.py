@@ -1,12 +1,13 @@
 """Readers for training pairs, corpora to embed and image views, in every supported format."""
 
 from dualenc.data.corpus import Corpus, RetrievalSet
+from dualenc.data.document_splits import fold_by_documents, split_by_documents
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import Pair, PairDataset
 from dualenc.data.ragged import Ragged
 from dualenc.data.readers.beir import BeirPairs, read_beir
 from dualenc.data.readers.captioned_images import ImageFolderPairs
-from dualenc.data.readers.clicks import IndexPairs, split_by_documents
+from dualenc.data.readers.clicks import IndexPairs
 from dualenc.data.readers.image_views import ImageFolderViews, ImageViews, TableViews
 from dualenc.data.readers.mined_pairs import MinedPairs
 from dualenc.data.readers.sources import open_corpus, open_pairs
@@ -36,6 +37,7 @@ __all__ = [
     "TableViews",
     "VectorPairs",
     "WebDatasetPairs",
+    "fold_by_documents",
     "open_corpus",
     "open_image",
     "open_pairs",

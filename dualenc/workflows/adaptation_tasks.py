@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
+from dualenc.data.document_splits import DocumentSplit, split_by_documents
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
-from dualenc.data.readers.clicks import DocumentSplit, split_by_documents
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.search.documents import open_documents

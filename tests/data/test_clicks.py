@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dualenc.data import IndexPairs, split_by_documents
-from dualenc.data.pairs import PairDataset
+from dualenc.data import IndexPairs
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 
@@ -134,54 +132,3 @@ def test_refusals_name_the_column(
     (tmp_path / "clicks.csv").write_text(text)
     with pytest.raises(DualencError, match=named):
         IndexPairs(tmp_path / "clicks.csv", documents)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_held_out_documents_are_in_no_training_pair(seed: int) -> None:
-    """New queries: none of their documents is trained on; known ones: each is; positives stay known
-    to all parts."""
-    generator = np.random.default_rng(seed)
-    left_id = generator.integers(0, 400, 1500)
-    right_id = (generator.beta(1, 3, 1500) * 300).astype(int)
-    pairs = PairDataset(
-        [str(row) for row in range(400)], [str(row) for row in range(300)], left_id, right_id
-    )
-    parts = split_by_documents(pairs, 0.2, most=30, seed=seed)
-    trained = set(parts.train.right_id.tolist())
-    documents = defaultdict(set)
-    for query, document in zip(left_id.tolist(), right_id.tolist()):
-        documents[query].add(document)
-    assert parts.new is not None
-    assert parts.known is not None
-    for query in set(parts.new.left_id.tolist()):
-        assert documents[query].isdisjoint(trained)
-        assert query not in parts.train.left_id
-    for query in set(parts.known.left_id.tolist()):
-        assert documents[query] <= trained
-        assert query not in parts.train.left_id
-    assert len(parts.train) >= 0.6 * len(pairs)
-    assert 5 <= len(set(parts.new.left_id.tolist())) <= 30
-    for query in set(parts.train.left_id.tolist()):
-        listed = parts.train.positives("left", np.array([query]))[0].tolist()
-        assert {document for document in listed if document >= 0} == documents[query]
-
-
-def test_a_document_that_all_click_is_not_held_out() -> None:
-    """Holding it out would leave nothing to train on."""
-    pairs = PairDataset(
-        [str(row) for row in range(50)],
-        ["popular", "rare"],
-        np.arange(50),
-        np.r_[np.zeros(49, int), 1],
-    )
-    parts = split_by_documents(pairs, 0.1, most=100)
-    assert parts.new is not None
-    assert parts.new.right_id.tolist() == [1]
-    assert len(parts.train) == 48  # and one query of the popular document is held out as known
-
-
-@pytest.mark.parametrize(("share", "most"), [(2, 10), (float("nan"), 10), (-0.1, 10), (0.1, -1)])
-def test_a_split_needs_a_share_and_a_count(share: float, most: int) -> None:
-    pairs = PairDataset(["a", "b"], ["c", "d"], [0, 1], [0, 1])
-    with pytest.raises(DualencError, match=r"share must be in|most must be 0 or more"):
-        split_by_documents(pairs, share, most)
