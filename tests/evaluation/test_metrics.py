@@ -270,3 +270,43 @@ def test_a_run_against_itself() -> None:
 def test_a_constant_difference_is_certain(queries: int) -> None:
     result = paired_bootstrap(np.zeros(queries), np.full(queries, 0.1), samples=999)
     assert result == pytest.approx((0.1, 0.1, 0.1))
+
+
+def test_groups_are_resampled_whole() -> None:
+    """Of equal sizes, the interval is the t-test's over the groups' means; queries alone give a
+    narrower one."""
+    generator = np.random.default_rng(0)
+    number = np.repeat(generator.permutation(100), 10)
+    differences = 0.1 * generator.standard_normal(100)[number] + 0.02 * generator.random(1000)
+    before = np.zeros(1000)
+    ours = paired_bootstrap(before, differences, groups=number, samples=20_000)
+    means = [differences[number == each].mean() for each in range(100)]
+    theirs = scipy.stats.ttest_1samp(means, 0).confidence_interval(0.95)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.002)
+    by_query = paired_bootstrap(before, differences, samples=2000)
+    assert by_query.high - by_query.low < 0.5 * (ours.high - ours.low)
+
+
+def test_groups_of_one_and_of_all() -> None:
+    """One query each is a resampling of queries; all in one group leaves nothing to resample."""
+    a, b = scores(0, 50, 0.1)
+    alone = paired_bootstrap(a, b, groups=np.arange(50)[::-1], samples=999)
+    assert alone == pytest.approx(paired_bootstrap(a, b, samples=999), abs=0.01)
+    together = paired_bootstrap(a, b, groups=np.zeros(50, int))
+    assert together == pytest.approx((np.mean(b - a),) * 3)
+
+
+def test_groups_of_unequal_sizes_weigh_by_their_queries() -> None:
+    """Against a loop over resampled groups."""
+    generator = np.random.default_rng(1)
+    number = (generator.random(300) ** 2 * 40).astype(int)
+    differences = generator.standard_normal(40)[number]
+    ours = paired_bootstrap(np.zeros(300), differences, groups=number, samples=5000)
+    assert ours.difference == pytest.approx(differences.mean())
+    rows = [np.flatnonzero(number == each) for each in range(40)]
+    draws = []
+    for _ in range(5000):
+        drawn = np.concatenate([rows[each] for each in generator.integers(0, 40, 40)])
+        draws.append(differences[drawn].mean())
+    expected = np.quantile(draws, [0.025, 0.975])
+    assert (ours.low, ours.high) == pytest.approx(tuple(expected), abs=0.04)
