@@ -150,7 +150,7 @@ def _next_command(index: str, result: AdaptResult) -> str:
     model = f"{result.folder}/model"
     # Only an index or an engine can be searched; embeddings are only good for measuring.
     if is_index(index) or is_pushed(index):
-        query = '"…"' if result.query_modality == "text" else "QUERY.npy"
+        query = {"text": '"…"', "image": "QUERY.jpg", "vector": "QUERY.npy"}[result.query_modality]
         return f"{shlex.join(['dualenc', 'search', index, '--model', model])} {query}"
     words = ["dualenc", "evaluate", "retrieval", model, "BEIR-FOLDER", "--documents", index]
     return shlex.join(words)

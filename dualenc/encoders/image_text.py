@@ -292,6 +292,23 @@ class ClipTextTower(Tower):
         return vectors
 
 
+def add_clip_adapters(tower: Tower, rank: int) -> None:
+    """Freeze the image or the text tower of an open_clip model, and add LoRA adapters to it.
+
+    Args:
+        tower: the tower, or one that maps its vectors.
+        rank: rank of the adapters.
+    """
+    for half in (
+        part for part in tower.modules() if isinstance(part, ClipImageTower | ClipTextTower)
+    ):
+        if isinstance(half, ClipTextTower):
+            add_adapters(half.clip, rank)
+            _freeze_unused(half.clip)
+        else:
+            add_adapters(half.visual, rank)
+
+
 def _causal_transformer(clip: nn.Module) -> tuple[str, Any]:
     """Return prefix and module with positions and causal mask; the module is None if not causal."""
     prefix = "text." if hasattr(clip, "text") else ""

@@ -10,19 +10,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dualenc.encoders.dual import DUALENC_FILE, DualEncoder
+from dualenc.encoders.card import base_metadata
+from dualenc.encoders.dual import DUALENC_FILE, DualEncoder, Tower
+from dualenc.encoders.image import ImageEncoder, ProjectedTower
+from dualenc.encoders.image_text import ClipImageTower, ClipTextTower, ImageTextEncoder
 from dualenc.encoders.lora import merge_adapters
+from dualenc.encoders.mapped_tower import MappedTower
 from dualenc.encoders.text import TextEncoder, TextTower
 from dualenc.encoders.vector import VectorEncoder, VectorTower, write_adapters
 from dualenc.errors import DualencError
 from dualenc.io.files import write_json
 from dualenc.io.provenance import Provenance
-from dualenc.io.reading import read_json_object
-from dualenc.types import Side
+from dualenc.io.reading import check_fields, read_json_object
+from dualenc.types import Modality, Output, Side
 
 TRAINED_FILE = "trained_documents.json"
 VECTOR_FOLDER = "queries"
 """Subfolder with the adapter of query vectors."""
+ENCODER_FOLDER = "encoder"
+"""Subfolder with the image-text or image model whose query side is adapted."""
 
 DEFAULT_FACTS = {"model": None, "model_checksum": None, "side": "right", "metric": "cosine"}
 """Facts about documents of which nothing is known but their size, in the order of the file."""
@@ -36,40 +42,46 @@ class IndexEncoder(DualEncoder):
         IndexEncoder(TextEncoder("me/base"), open_documents("index").provenance)
 
     Args:
-        queries: text or vector encoder, whose left tower is trained and right tower is not used. If
-            the index holds only the leading components of a text model's vectors, the tower
-            truncates its own to the same size (`truncate_dim`).
+        queries: encoder whose left tower is trained; of an image-text model, the tower of the
+            modality. The other tower is not trained. If the index holds only the leading components
+            of the model's vectors, the tower truncates its own to the same size.
         documents: record of the document vectors: `dim`, and optionally `model` and
-            `model_checksum` of the encoder that made them, with its `side` and their `metric`.
+            `model_checksum` of the encoder that made them, with its `side` and `output`, and their
+            `metric`.
+        modality: modality of the queries; None takes texts for an image-text model.
+        mapping: trained map of the vectors of a model of texts or images, which is appended.
 
     Attributes:
         documents: these entries of the record.
         trained_ids: ids of the documents that were relevant in training; saved with the model.
+        source: image-text or image model of the query tower; None for texts and vectors.
 
     Raises:
-        DualencError: the queries are neither texts nor vectors, or differ from the documents in
+        DualencError: the queries are of another modality or kind, or differ from the documents in
             size.
     """
 
-    left: TextTower | VectorTower
     right: VectorTower
     example_side = "left"
+    source: ImageTextEncoder | ImageEncoder | None = None
 
-    def __init__(self, queries: DualEncoder, documents: Provenance) -> None:
+    def __init__(
+        self,
+        queries: DualEncoder,
+        documents: Provenance,
+        *,
+        modality: Modality | None = None,
+        mapping: VectorTower | None = None,
+    ) -> None:
         facts = documents.only([*DEFAULT_FACTS, "dim"]).entries()
+        if documents.output == "features":
+            facts["output"] = documents.output
         documents = Provenance.from_entries(DEFAULT_FACTS | facts)
         documents.check("documents", [*DEFAULT_FACTS, "dim"], "correct it")
         dim = documents.dim
-        left = queries.left
-        if not isinstance(left, TextTower | VectorTower):
-            raise DualencError(
-                f"queries are {left.modality}s",
-                fix="give an encoder of texts or vectors",
-            )
         # Documents are vectors already.
         right = VectorTower("identity", dim, dim, None)
-        if isinstance(left, TextTower) and dim < left.dim:
-            left = TextTower(left.parts, left.prepare, truncate_dim=dim)
+        left = _query_tower(queries, documents, modality, mapping)
         if left.dim != dim:
             raise DualencError(
                 f"the index holds vectors of {dim} numbers, but the query model gives {left.dim}",
@@ -82,15 +94,21 @@ class IndexEncoder(DualEncoder):
         # Documents are never encoded here, so only prompts of queries are kept.
         prompts = getattr(queries, "prompts", {})
         self.prompts = {name: prompt for name, prompt in prompts.items() if name.endswith("_query")}
-        if isinstance(left, VectorTower):
+        if isinstance(queries, IndexEncoder):
+            queries = queries.source or queries
+        if isinstance(queries, ImageTextEncoder | ImageEncoder):
+            # Bypass nn.Module's registration: the rest of the model is not trained.
+            object.__setattr__(self, "source", queries)
+        if not isinstance(left, TextTower):
             self.ecosystem = "vector"
-            self.usage = "query-index, vectors"
+            self.usage = f"query-index, {left.modality}s"
 
     @classmethod
     def from_folder(cls, folder: Path) -> IndexEncoder:
         """Load a folder that `save` wrote."""
         path = folder / DUALENC_FILE
         config = read_json_object(path, {"queries": str, "documents": dict})
+        check_fields(config, {"encoder": str} if "encoder" in config else {}, path)
         trained_ids = read_json_object(folder / TRAINED_FILE, {"ids": list})["ids"]
         if not all(isinstance(document_id, str) for document_id in trained_ids):
             raise DualencError(
@@ -99,21 +117,33 @@ class IndexEncoder(DualEncoder):
                 where=folder / TRAINED_FILE,
             )
         queries: DualEncoder
-        if config["queries"] == "vector":
+        options: dict[str, Any] = {}
+        if "encoder" in config:
+            queries = _open_encoder(folder, config["encoder"])
+            options["modality"] = config["queries"]
+            if (folder / VECTOR_FOLDER).is_dir():
+                options["mapping"] = VectorEncoder.from_folder(folder / VECTOR_FOLDER).left
+        elif config["queries"] == "vector":
             queries = VectorEncoder.from_folder(folder / VECTOR_FOLDER)
         else:
             queries = TextEncoder(str(folder))
         try:
-            model = cls(queries, Provenance.from_entries(config["documents"]))
+            model = cls(queries, Provenance.from_entries(config["documents"]), **options)
         except DualencError as error:
             raise DualencError(str(error), where=path) from None
         model.trained_ids = trained_ids
         return model
 
     def write(self, folder: Path) -> None:
-        """Write the query tower (texts: a sentence-transformers folder) and the document facts."""
+        """Write the query tower and the document facts.
+
+        Texts: a sentence-transformers folder. Images, and texts of an image-text model: the whole
+        model in the subfolder `encoder`, and the map, if any, in `queries`.
+        """
         documents = self.documents.entries()
         config = {"kind": self.kind, "queries": self.left.modality, "documents": documents}
+        if self.source is not None:
+            config["encoder"] = self.source.kind
         write_json(folder / DUALENC_FILE, config)
         write_json(folder / TRAINED_FILE, {"ids": self.trained_ids})
         if isinstance(self.left, TextTower):
@@ -127,9 +157,31 @@ class IndexEncoder(DualEncoder):
                 default_prompt_name="query" if prompt else None,
                 truncate_dim=self.left.truncate_dim,
             )
-        else:
+        elif self.source is not None:
+            (folder / ENCODER_FOLDER).mkdir()
+            # Its query tower is the trained one.
+            self.source.write(folder / ENCODER_FOLDER)
+        vectors = self.left.mapping if isinstance(self.left, MappedTower) else self.left
+        if isinstance(vectors, VectorTower):
+            weights = {f"left.{name}": value for name, value in vectors.state_dict().items()}
             (folder / VECTOR_FOLDER).mkdir()
-            write_adapters(self.left, self.right, self.state_dict(), folder / VECTOR_FOLDER)
+            write_adapters(vectors, self.right, weights, folder / VECTOR_FOLDER)
+
+    def query_towers(self) -> dict[Modality, Tower]:
+        """Return the towers that encode queries, by modality.
+
+        An image-text model also encodes queries of the other modality, as before the training.
+        """
+        towers = {self.left.modality: self.left}
+        if self.source is None:
+            return towers
+        return {tower.modality: tower for tower in (self.source.left, self.source.right)} | towers
+
+    def _apply(self, *args: Any, **options: Any) -> Any:
+        """Move the unregistered part of the model to a device, too."""
+        if self.source is not None:
+            self.source._apply(*args, **options)
+        return super()._apply(*args, **options)
 
     def encode(self, items: Sequence[Any], side: Side = "left", **options: Any) -> np.ndarray:
         """Encode N queries, or scale N document vectors (D,) to length one.
@@ -163,7 +215,70 @@ class IndexEncoder(DualEncoder):
             f"documents must be embedded with its model. {TRAINED_FILE} lists the documents that "
             "were relevant in training."
         )
+        if self.source is not None:
+            text += f" The folder {ENCODER_FOLDER} holds the whole {self.source.kind} model."
         return super().model_card(name, {"documents": text, **card}, on_hub)
+
+
+def _query_tower(
+    queries: DualEncoder,
+    documents: Provenance,
+    modality: Modality | None,
+    mapping: VectorTower | None,
+) -> Tower:
+    """Return the tower of queries, with the map or cut to the size of the documents.
+
+    The arguments are those of `IndexEncoder`.
+    """
+    if mapping is not None and isinstance(queries, TextEncoder):
+        # sentence-transformers has modules for the map.
+        queries, mapping = with_map(queries, mapping), None
+    is_text = isinstance(queries, ImageTextEncoder) and modality != "image"
+    tower = queries.right if is_text else queries.left
+    if modality not in (None, tower.modality):
+        raise DualencError(
+            f"the queries are of kind {modality}, but the model encodes {tower.modality}",
+            fix="give queries of that kind, or another model",
+        )
+    dim = documents.dim
+    if isinstance(tower, ClipImageTower | ClipTextTower | ProjectedTower):
+        output: Output = documents.output or "embedding"
+        given = tower.feature_dim if output == "features" else tower.dim
+        if mapping is None and (dim < given or output == "features"):
+            mapping = VectorTower("identity", dim, dim, None)
+        return tower if mapping is None else MappedTower(tower, mapping, output)
+    if mapping is not None:
+        raise DualencError(
+            "the queries are vectors, or mapped already",
+            fix="leave the map out, or give a model of texts or images",
+        )
+    if isinstance(tower, TextTower) and dim < tower.dim:
+        return TextTower(tower.parts, tower.prepare, truncate_dim=dim)
+    if not isinstance(tower, TextTower | VectorTower | MappedTower):
+        raise DualencError(
+            f"queries are encoded by {type(tower).__name__}",
+            fix="give an encoder of this package, of texts, images or vectors",
+        )
+    return tower
+
+
+def _open_encoder(folder: Path, kind: str) -> DualEncoder:
+    """Load the image-text or image model that `IndexEncoder.write` wrote."""
+    encoder = folder / ENCODER_FOLDER
+    model: DualEncoder
+    if kind == "image-text":
+        model = ImageTextEncoder(str(encoder))
+    elif kind == "image":
+        model = ImageEncoder.from_folder(encoder)
+    else:
+        raise DualencError(
+            f"unknown encoder {kind[:40]!r}",
+            fix="upgrade dualenc if a later version wrote it",
+            where=folder / DUALENC_FILE,
+        )
+    # The model card is that of the whole folder.
+    model.base = base_metadata(str(folder))
+    return model
 
 
 def with_map(text: TextEncoder, tower: VectorTower) -> TextEncoder:

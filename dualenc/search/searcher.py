@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, check_item, unit_norm
+from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, Tower, check_item, unit_norm
 from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
@@ -27,7 +27,7 @@ from dualenc.search.index.open import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.where import Condition, parse_conditions
-from dualenc.types import Modality, Side
+from dualenc.types import Modality, Side, opposite
 
 logger = logging.getLogger("dualenc.search")
 
@@ -101,27 +101,27 @@ class Searcher:
         self.index.close()
 
     @property
-    def _side_of(self) -> dict[Modality, Side]:
-        """The side that encodes a query, by its modality.
+    def _query_towers(self) -> dict[Modality, Tower]:
+        """The towers that encode queries, by modality.
 
         Image-text models encode each modality with its own tower. In query-document models queries
         take the side opposite to the index.
         """
+        if isinstance(self.encoder, IndexEncoder):
+            return self.encoder.query_towers()
         # If both towers take images, the later entry wins: the left tower.
         sides: tuple[Side, ...] = ("right", "left")
-        if self.encoder.kind == "query-index":
-            sides = ("left",)
-        elif self.encoder.kind in ("query-document", "vector"):
-            sides = ("left" if self.side == "right" else "right",)
-        return {self.encoder.tower(side).modality: side for side in sides}
+        if self.encoder.kind in ("query-document", "vector"):
+            sides = (opposite(self.side),)
+        return {tower.modality: tower for tower in map(self.encoder.tower, sides)}
 
     @property
     def takes(self) -> tuple[Modality, ...]:
         """Modalities of queries that the model takes: "text", "image", "vector"."""
-        return tuple(sorted(self._side_of))
+        return tuple(sorted(self._query_towers))
 
-    def query_side(self, modality: Modality) -> Side:
-        """Return the side that encodes a query of a modality.
+    def query_tower(self, modality: Modality) -> Tower:
+        """Return the tower that encodes a query of a modality.
 
         Args:
             modality: modality of the query.
@@ -136,7 +136,7 @@ class Searcher:
                 f"the query is {modality}, and the model of this index takes {accepted}",
                 fix="search with that",
             )
-        return self._side_of[modality]
+        return self._query_towers[modality]
 
     def search(
         self,
@@ -166,7 +166,7 @@ class Searcher:
             DualencError: an argument does not fit the index or its model, or the vector of the
                 query is zero or not finite.
         """
-        side = self.query_side(_modality(item))
+        tower = self.query_tower(_modality(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
             raise DualencError(
                 "hybrid search needs a text, and an index that was built with --bm25",
@@ -182,7 +182,7 @@ class Searcher:
         # Refuse a bad filter before the model runs.
         if filter:
             self.index.check_filter(filter)
-        vector = self._vector(item, side, may_be_zero=hybrid is not None)
+        vector = self._vector(item, tower, may_be_zero=hybrid is not None)
         if hybrid is not None:
             return self._hybrid(item, vector, depth, conditions, hybrid, weight)[:k]
         options = {"where": conditions, "filter": filter, **self.settings}
@@ -212,9 +212,8 @@ class Searcher:
         return _fused(hits, lexical_hits, method, weight)
 
     @torch.inference_mode()
-    def _vector(self, item: Any, side: Side, may_be_zero: bool = False) -> np.ndarray:
+    def _vector(self, item: Any, tower: Tower, may_be_zero: bool = False) -> np.ndarray:
         """Encode a query as a vector (D,), truncated to the dimension of the index."""
-        tower = self.encoder.tower(side)
         is_features = self.index.provenance.output == "features"
         forward = tower.features if is_features else tower
         tensors = tower.state_dict().values()

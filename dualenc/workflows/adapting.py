@@ -14,33 +14,44 @@ import torch
 from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.pairs import PairDataset
+from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.index_encoder import IndexEncoder, interpolate, with_map
+from dualenc.encoders.image import ImageEncoder
+from dualenc.encoders.image_text import ImageTextEncoder, add_clip_adapters
+from dualenc.encoders.index_encoder import IndexEncoder, interpolate
 from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
-from dualenc.encoders.vector import TowerKind, VectorEncoder
+from dualenc.encoders.vector import TowerKind, VectorEncoder, VectorTower
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.search.embed.encode import embed
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.index_evaluator import IndexEvaluator
-from dualenc.types import Modality
+from dualenc.types import Modality, OnError
+from dualenc.workflows.session import report_skipped
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
-"""The trained part: a map of query vectors, adapters of the text model, or the whole model."""
+"""The trained part: a map of query vectors, adapters of the query tower, or the whole tower."""
 TOWERS: dict[Trained, TowerKind] = {"perceptron": "dense", "linear": "linear"}
 """Kinds of `VectorTower` for the maps."""
 LORA_RANK = 16
+_TAKES: dict[type, tuple[Modality, ...]] = {
+    TextEncoder: ("text",),
+    ImageTextEncoder: ("text", "image"),
+    ImageEncoder: ("image",),
+}
+"""Modalities of queries by model."""
 SHARES = tuple(round(step / 10, 1) for step in range(11))
 """Shares of the original weights at which an adapted model is measured."""
 
 
 @dataclass(eq=False)
 class QuerySide:
-    """The query side of an index: its text model, and the part of it that is trained.
+    """The query side of an index: its model, and the part of it that is trained.
 
-    A map is trained on query vectors, which are computed once; the text model is trained on texts.
+    A map is trained on query vectors, which are computed once; the model is trained on texts or
+    images. Of an image-text model, the tower of the queries is trained.
 
         side = QuerySide(documents, "text", "perceptron", source="index", model=None,
                          work=Path("work"), device=torch.device("cpu"))
@@ -48,13 +59,16 @@ class QuerySide:
 
     Args:
         documents: documents of the index, see `dualenc.search.documents.open_documents`.
-        modality: modality of the queries, "text" or "vector".
+        modality: modality of the queries: "text", "image" or "vector".
         trained: what is trained.
         source: path of the index, for error messages.
         model: model folder or name; None takes the one that the index records.
         work: folder for query vectors.
         device: device to compute on.
         progress: show progress bars.
+
+    Attributes:
+        encoder: model of the index; None if queries are vectors.
 
     Raises:
         DualencError: the model is missing or did not build the index, or queries of this
@@ -70,34 +84,60 @@ class QuerySide:
     work: Path
     device: torch.device
     progress: bool = True
-    text: TextEncoder | None = field(default=None, init=False)
+    encoder: DualEncoder | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        if self.modality == "text":
-            self.text = self._open_text_model()
+        if self.modality != "vector":
+            self.encoder = self._open_model()
         elif self.trained not in TOWERS:
             raise DualencError(
-                f"queries are vectors, and {self.trained} trains a text model",
+                f"queries are vectors, and {self.trained} trains a model of texts or images",
                 fix="train a perceptron",
             )
 
-    def _open_text_model(self) -> TextEncoder:
-        """Load the model of the index, and check that it encodes texts into the index's space."""
+    @property
+    def text(self) -> TextEncoder | None:
+        """The model of the index if it is a text model."""
+        return self.encoder if isinstance(self.encoder, TextEncoder) else None
+
+    def _open_model(self) -> DualEncoder:
+        """Load the model of the index; check that it encodes queries into the index's space."""
         self.model = self.model or recorded_model(self.documents.provenance, Path(self.source))
         model = load_model(self.model, self.device)
-        if not isinstance(model, TextEncoder):
+        takes = _TAKES.get(type(model), ())
+        if not takes:
             raise DualencError(
-                f"is of kind {model.kind}; only text models can be adapted", where=self.model
+                f"is of kind {model.kind}; only models of texts or images can be adapted",
+                where=self.model,
+            )
+        if self.modality not in takes:
+            raise DualencError(
+                f"queries are {self.modality}s, and the model of the index takes "
+                f"{' and '.join(f'{name}s' for name in takes)}",
+                fix="give queries of that kind",
+                where=self.model,
+            )
+        if self.trained == "lora" and isinstance(model, ImageEncoder):
+            raise DualencError(
+                "lora is for text and image-text models",
+                fix="train a perceptron, or all",
+                where=self.model,
             )
         check_encoder(model, self.documents.provenance, self.documents.dim, self.source)
         return model
 
-    def inputs(self, queries: Corpus, name: str) -> Corpus:
-        """Return queries as inputs of the trained model: texts, or vectors for a map.
+    def _queries(self, encoder: DualEncoder, mapping: VectorTower | None = None) -> IndexEncoder:
+        """Return the query side of a model, with a map if one is given."""
+        facts = self.documents.provenance
+        return IndexEncoder(encoder, facts, modality=self.modality, mapping=mapping)
+
+    def inputs(self, queries: Corpus, name: str, on_error: OnError = "raise") -> Corpus:
+        """Return queries as inputs of the trained model: texts or images, or vectors for a map.
 
         Args:
-            queries: Q texts or vectors.
+            queries: Q texts, images or vectors.
             name: name of the folder for their vectors, and in the progress bar.
+            on_error: "skip" leaves out queries without a vector, such as unreadable images.
         """
         if queries.modality != self.modality:
             raise DualencError(
@@ -105,27 +145,33 @@ class QuerySide:
                 f"{self.modality}",
                 fix="give both as one of them",
             )
-        if self.text is None or self.trained not in TOWERS:
+        if self.encoder is None or self.trained not in TOWERS:
             return queries
         # An index of truncated vectors needs queries of the same size.
-        dim = self.documents.dim if self.documents.dim < self.text.dim else None
+        tower = self._queries(self.encoder).left
         folder = self.work / name
         bar = f"embed {name}" if self.progress else False
-        embedded = embed(self.text.left, queries, folder, dim=dim, on_error="raise", progress=bar)
+        embedded = embed(tower, queries, folder, on_error=on_error, progress=bar)
+        report_skipped(embedded)
         return Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
 
     def pairs(self, pairs: PairDataset) -> PairDataset:
-        """Return pairs whose queries are inputs of the trained model."""
+        """Return pairs whose queries are inputs of the trained model.
+
+        Pairs of queries without a vector are left out.
+        """
         # Pairs identify queries by row numbers.
-        queries = Corpus(
-            [str(row) for row in range(pairs.num_left)], pairs.left_items, pairs.left_modality
-        )
-        inputs = self.inputs(queries, "queries")
+        ids = [str(row) for row in range(pairs.num_left)]
+        queries = Corpus(ids, pairs.left_items, pairs.left_modality)
+        inputs = self.inputs(queries, "queries", on_error="skip")
+        rows = rows_of(inputs.ids, ids)
+        kept = np.flatnonzero(rows[pairs.left_id] >= 0)
         return PairDataset(
             inputs.items,
             pairs.right_items,
-            pairs.left_id,
-            pairs.right_id,
+            rows[pairs.left_id[kept]],
+            pairs.right_id[kept],
+            weights=None if pairs.weights is None else pairs.weights[kept],
             left_modality=inputs.modality,
             right_modality="vector",
         )
@@ -134,7 +180,7 @@ class QuerySide:
         """Return the model before training.
 
         Args:
-            input_dim: number of components of a query vector; None for texts.
+            input_dim: number of components of a query vector; None for texts and images.
         """
         if self.trained in TOWERS:
             dim = self.documents.dim
@@ -145,13 +191,16 @@ class QuerySide:
                 right_input_dim=dim,
             )
             return model.to(self.device)
-        assert self.text is not None
-        text = self.text
-        if self.trained == "lora":
-            # Adapters are added when a model is opened, so open it again.
-            text = TextEncoder(self.model, lora_rank=LORA_RANK)
-        # A copy: the caller's text model may embed queries while this one is trained.
-        return IndexEncoder(copy.deepcopy(text), self.documents.provenance).to(self.device)
+        assert self.encoder is not None
+        encoder = self.encoder
+        if self.trained == "lora" and isinstance(encoder, TextEncoder):
+            # Adapters are added when a text model is opened, so open it again.
+            encoder = TextEncoder(self.model, lora_rank=LORA_RANK)
+        # A copy: the caller's model may embed queries while this one is trained.
+        queries = self._queries(copy.deepcopy(encoder))
+        if self.trained == "lora" and isinstance(encoder, ImageTextEncoder):
+            add_clip_adapters(queries.left, LORA_RANK)
+        return queries.to(self.device)
 
     def finished(self, trained: DualEncoder, ids: Sequence[str]) -> IndexEncoder:
         """Return the trained model as a query encoder of the index.
@@ -160,12 +209,14 @@ class QuerySide:
             trained: the model that was trained.
             ids: ids of the documents in training pairs, which the model remembers.
         """
-        model = trained
-        # A user has texts: the map is saved together with the model whose vectors it maps.
-        if self.text is not None and isinstance(trained, VectorEncoder):
-            model = with_map(self.text, trained.left)
-        if not isinstance(model, IndexEncoder):
-            model = IndexEncoder(model, self.documents.provenance)
+        if isinstance(trained, IndexEncoder):
+            model = trained
+        elif self.encoder is not None and isinstance(trained, VectorEncoder):
+            # A user has texts or images: the map is saved together with the model whose vectors it
+            # maps.
+            model = self._queries(self.encoder, trained.left)
+        else:
+            model = self._queries(trained)
         model.trained_ids = list(ids)
         return model
 
