@@ -1,0 +1,129 @@
+"""What an adaptation learns from: logs, what their clicks mean, and the training pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import numpy as np
+
+from dualenc.data.logs.click_log import ClickLog, LogColumns
+from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
+from dualenc.data.logs.open_log import open_log
+from dualenc.data.logs.relevance_of_clicks import pairs_of
+from dualenc.data.logs.split_by_time import TimeSplit, split_by_time
+from dualenc.data.pairs import PairDataset
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.types import StrPath
+
+SHOWN_POSITIONS = 3
+"""Number of positions whose examination is stated."""
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedLog:
+    """A log with the relevance of its pairs.
+
+        learned = learn_log(open_log("events.parquet", documents), documents)
+        print(learned.findings, len(learned.pairs))
+
+    Attributes:
+        log: the showings.
+        click_model: what clicks say about relevance; None if clicks are counted as they are.
+        pairs: weighted training pairs.
+        findings: what was inferred, a line each.
+    """
+
+    log: ClickLog
+    click_model: ClickModel | None
+    pairs: PairDataset
+    findings: list[str]
+
+
+def read_log(
+    sources: StrPath | Sequence[StrPath],
+    documents: Embeddings,
+    *,
+    columns: Mapping[str, str | None],
+    weights: Mapping[str, float] | None = None,
+    split: str = "train",
+) -> ClickLog:
+    """Open the logs of an adaptation.
+
+    Args:
+        sources: one log or several.
+        documents: N vectors with ids.
+        columns: names of columns by the attribute of `LogColumns`.
+        weights: weights of actions.
+        split: split of a BEIR folder, a folder of tables or a hub name.
+    """
+    named = LogColumns(**columns)
+    return open_log(sources, documents, columns=named, weights=weights, split=split)
+
+
+def learn_log(
+    log: ClickLog, documents: Embeddings, known: KnownPropensities | None = None
+) -> LearnedLog:
+    """Infer the relevance of the pairs of a log.
+
+    Args:
+        log: the showings.
+        documents: N vectors with ids.
+        known: parameters of the click model; None estimates them from the log.
+
+    Raises:
+        DualencError: no pair counts as relevant.
+    """
+    if log.grades_are_relevance:
+        return LearnedLog(log, None, pairs_of(log, documents, None), [])
+    model = fit_click_model(log.query, log.document, log.position, log.reward > 0, known=known)
+    pairs = pairs_of(log, documents, model)
+    return LearnedLog(log, model, pairs, _described(model, pairs))
+
+
+def divide_by_time(log: ClickLog) -> TimeSplit | None:
+    """Hold out the end of a log, if both parts have clicks; None without times."""
+    split = split_by_time(log)
+    if split is None or not all((part.reward > 0).any() for part in (split.earlier, split.later)):
+        return None
+    return split
+
+
+def day_of(seconds: float) -> str:
+    """Return the time in UTC, to the minute."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def _described(model: ClickModel, pairs: PairDataset) -> list[str]:
+    """Return what clicks say about relevance, a line each."""
+    if model.unidentified is not None:
+        return [f"clicks are counted as they are: {model.unidentified}"]
+    rates = (
+        f"click model: at position 1 a relevant document is clicked with {model.click_relevant:.2f}"
+        f", another with {model.click_irrelevant:.2f}"
+    )
+    places = range(1, min(len(model.theta), 1 + SHOWN_POSITIONS))
+    examined = [
+        f"position {place + 1}: {_with_interval(model, place)}"
+        for place in places
+        if np.isfinite(model.theta[place])
+    ]
+    lines = [rates]
+    if examined:
+        lines.append(f"examined as often as position 1, times: {', '.join(examined)}")
+    relevant = int((model.relevance > 0.5).sum())
+    lines.append(
+        f"{relevant:,} of {len(model.pairs):,} pairs shown are more likely relevant than not "
+        f"({model.moved:,} were seen at several positions); the {len(pairs):,} clicked ones are "
+        "weighted by that probability"
+    )
+    return lines
+
+
+def _with_interval(model: ClickModel, place: int) -> str:
+    """Return θ of a position with its 95% interval; without one where it was given."""
+    low, high = model.theta_low[place], model.theta_high[place]
+    if not np.isfinite(low + high) or low == high:
+        return f"{model.theta[place]:.2f}"
+    return f"{model.theta[place]:.2f} [{low:.2f}, {high:.2f}]"
