@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import numpy as np
 
+from dualenc.data.corpus import Corpus
+from dualenc.data.item_lists import Picked
 from dualenc.data.logs.click_log import ClickLog, LogColumns
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
 from dualenc.data.logs.open_log import open_log
 from dualenc.data.logs.relevance_of_clicks import pairs_of
 from dualenc.data.logs.split_by_time import TimeSplit, split_by_time
 from dualenc.data.pairs import PairDataset
+from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.types import StrPath
+from dualenc.workflows.adapting import QuerySide
 
 SHOWN_POSITIONS = 3
 """Number of positions whose examination is stated."""
@@ -80,6 +84,24 @@ def learn_log(
     model = fit_click_model(log.query, log.document, log.position, log.reward > 0, known=known)
     pairs = pairs_of(log, documents, model)
     return LearnedLog(log, model, pairs, _described(model, pairs))
+
+
+def with_inputs(log: ClickLog, side: QuerySide) -> ClickLog:
+    """Return a log whose queries are inputs of the trained model, each embedded once.
+
+    Queries without a click are in no pair, so they are not embedded; showings of queries that
+    cannot be embedded, such as unreadable images, are left out.
+
+    Args:
+        log: the showings.
+        side: the query side of the index.
+    """
+    clicked = np.unique(log.query[log.reward > 0])
+    inputs = side.inputs(log.queries.take(clicked), "queries", on_error="skip")
+    rows = rows_of(inputs.ids, log.queries.ids)  # (Q,), -1 without a vector
+    lost = clicked[rows[clicked] < 0]
+    queries = Corpus(log.queries.ids, Picked(inputs.items, rows), inputs.modality)
+    return replace(log.take(~np.isin(log.query, lost)), queries=queries)
 
 
 def divide_by_time(log: ClickLog) -> TimeSplit | None:
