@@ -28,11 +28,12 @@ class AdaptOptions:
         batch_size: queries in a step.
         learning_rate: learning rate; by default 1e-3 for a map, 2e-4 (lora) or 2e-5 (all).
         temperature: temperature τ of the softmax over all documents.
-        held_out: share of the pairs to hold out, by their documents; 0 trains on all pairs,
-            measures nothing and needs --keep.
+        held_out: share of the pairs that each fold holds out, by their documents; 0 measures
+            nothing and needs --keep. The final training has all pairs.
         keep: share of the original weights in the result, from 0 to 1; by default the best share
             for held-out queries among those that do not harm queries of new documents. If held-out
-            queries name too few documents to measure that, the default is 1, the original.
+            queries name too few documents to measure that, it is 0.5 where that lowers no mean of
+            held-out queries, or else 1, the original.
         seed: random seed for the split, the initial weights and the batches.
     """
 
@@ -41,7 +42,7 @@ class AdaptOptions:
     batch_size: BatchSize = 32
     learning_rate: PositiveFloat | None = None
     temperature: Annotated[float, Parameter(validator=validators.Number(gte=1e-3, lte=10))] = 0.03
-    held_out: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=0.9))] = 0.1
+    held_out: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=0.9))] = 0.2
     keep: NormFloat | None = None
     seed: UInt32 = 0
 
@@ -111,8 +112,6 @@ def adapt(
     # Every process has the result; only one prints it.
     if distributed.is_main():
         _print_result(result)
-        if result.unmeasured is not None:
-            _print_unmeasured(result.unmeasured, options.keep)
         print_line(f"next:  {_next_command(index, result)}")
 
 
@@ -121,6 +120,7 @@ def _print_result(result: AdaptResult) -> None:
     from dualenc.evaluation.plots import MISSING, can_draw
     from dualenc.evaluation.report_page import print_table
 
+    print_line(result.finding)
     if result.quality:
         print_table(result.table())
     for line in result.notices():
@@ -130,16 +130,6 @@ def _print_result(result: AdaptResult) -> None:
         print(f"report.html lacks curves: {MISSING}")
     print_line(f"checksum of the index: {result.facts['checksum of the index']}")
     print_line(f"model, metrics and report.html are in {result.folder}")
-
-
-def _print_unmeasured(reason: str, keep: float | None) -> None:
-    """Print that the effect of adapting is unknown, and how to measure it."""
-    # With --keep the user has chosen; otherwise the result is the original, which does no harm.
-    if keep is None:
-        problem = f"unknown whether adapting helps, so the model is the original: {reason}"
-        print(f"{problem}; raise --held-out, or set --keep 0.5 with --resume")
-    elif keep < 1:
-        print(f"unknown whether adapting helps, and --keep {keep:g} was used: {reason}")
 
 
 def _next_command(index: str, result: AdaptResult) -> str:

@@ -80,15 +80,15 @@ def fold_by_documents(
     queries = distinct(pairs.left_id)
     times_new = np.zeros(pairs.num_left, dtype=np.int64)
     times_held_out = np.zeros(pairs.num_left, dtype=np.int64)
-    splits = []
+    splits: list[DocumentSplit] = []
     for _ in range(folds):
         drawn = generator.permutation(queries)
         # Stable: queries that were held out equally often stay in random order.
-        orders = [
+        order_new, order_known = (
             drawn[np.argsort(times[drawn], kind="stable")].tolist()
             for times in (times_new, times_held_out)
-        ]
-        split = _split(pairs, *orders, share, most)
+        )
+        split = _split(pairs, order_new, order_known, share, most)
         splits.append(split)
         if split.new is not None:
             times_new[distinct(split.new.left_id)] += 1

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import can_draw, lines
 from dualenc.evaluation.report_page import Figure, Table
 from dualenc.types import Modality
+from dualenc.workflows.adaptation_choice import Choice, Compared
 from dualenc.workflows.adapting import Interpolated, harmless_share
 from dualenc.workflows.result_folder import write_results
 
@@ -29,10 +32,14 @@ class AdaptResult:
         folder: folder with model, training, metrics.json and report.html.
         model_folder: the query model, a sentence-transformers folder.
         keep: share of the original weights in the model, from 0 to 1.
+        alpha: clicks that were added to those of every document for its weight; inf weighs all
+            alike.
         quality: a row per set of queries: nDCG@10 of the original and the adapted model, their
-            difference, and its 95% interval.
+            difference, and its 95% interval over documents. Held-out queries of each fold are
+            scored at the choice that the other folds make.
         forgetting: a line on what each second task loses.
         facts: settings and checksums as in the report.
+        finding: whether adapting helps, in one line.
         unmeasured: why held-out queries cannot show the effect on new documents; None if they can.
         query_modality: "text" or "vector".
     """
@@ -40,9 +47,11 @@ class AdaptResult:
     folder: Path
     model_folder: Path
     keep: float
+    alpha: float
     quality: Sequence[Mapping[str, object]]
     forgetting: Sequence[str]
     facts: Mapping[str, object]
+    finding: str
     unmeasured: str | None
     query_modality: Modality
 
@@ -58,24 +67,23 @@ class AdaptResult:
         return ["nothing was measured: no query was held out, and no --test was named"]
 
 
-def quality_rows(points: Sequence[Interpolated], keep: float) -> list[dict[str, object]]:
-    """Return a row per task that compares the original model with the one at a share.
+def quality_rows(compared: Mapping[str, Compared]) -> list[dict[str, object]]:
+    """Return a row per task that compares the original model with the adapted one.
+
+    Intervals are over documents: queries of one document are resampled together.
 
     Args:
-        points: scores at each share of the original weights; 1 and `keep` are among them.
-        keep: share of the original weights in the result.
+        compared: scores of the queries of each task before and after.
     """
-    original = next(point for point in points if point.keep == 1)
-    result = next(point for point in points if point.keep == keep)
     rows: list[dict[str, object]] = []
-    for task, before in original.scores.items():
-        after = result.scores[task]
+    for task, (before, after, groups) in compared.items():
         # Paired by query: the same queries are measured before and after.
-        difference, low, high = paired_bootstrap(before, after)
+        difference, low, high = paired_bootstrap(before, after, groups=groups)
         rows.append(
             {
                 "queries of": task,
                 "queries": len(before),
+                "documents": len(np.unique(groups)),
                 "original": float(before.mean()),
                 "adapted": float(after.mean()),
                 "difference": difference,
@@ -86,10 +94,39 @@ def quality_rows(points: Sequence[Interpolated], keep: float) -> list[dict[str, 
     return rows
 
 
+def finding_of(choice: Choice) -> str:
+    """Return in one line whether adapting helps, by the held-out queries of both kinds."""
+    if choice.unmeasured is not None:
+        return f"cannot tell whether adapting helps: {choice.unmeasured}"
+    before, after, groups = (
+        np.concatenate([getattr(each, name) for each in choice.compared.values()])
+        for name in Compared._fields
+    )
+    difference, low, high = paired_bootstrap(before, after, groups=groups)
+    if choice.keep == 1:
+        if choice.reason == "--keep":
+            return "the model is the original: --keep 1"
+        return (
+            "adapting does not help: no share of the adapted weights raises the mean nDCG@10 of "
+            "held-out queries without lowering that of new documents"
+        )
+    gain = f"nDCG@10 of held-out queries {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    if low > 0:
+        return f"adapting helps: {gain}"
+    if difference > 0:
+        return f"adapting may not help: {gain}, an interval that includes 0"
+    return f"adapting does not help: {gain}"
+
+
 def forgetting(points: Sequence[Interpolated], keep: float) -> list[str]:
-    """Return for each second task whether it loses, and how much of the original prevents it."""
+    """Return for each second task whether it loses, and how much of the original prevents it.
+
+    Args:
+        points: scores of the final model at each share of the original weights.
+        keep: share of the original weights in the result.
+    """
     notices = []
-    for task in points[0].scores:
+    for task in points[0].scores if points else ():
         if task.startswith(SECOND):
             share = harmless_share(points, task)
             loss = f"loses; from --keep {share:g} on nothing is lost within the interval"
@@ -99,18 +136,19 @@ def forgetting(points: Sequence[Interpolated], keep: float) -> list[str]:
     return notices
 
 
-def write_adaptation(result: AdaptResult, points: Sequence[Interpolated]) -> None:
+def write_adaptation(result: AdaptResult, *curves: Sequence[Interpolated]) -> None:
     """Write metrics.json and report.html.
 
     The page draws each task over the share of the adapted weights, if matplotlib is installed.
 
     Args:
         result: what was adapted.
-        points: scores at each share of the original weights.
+        curves: scores at each share of the original weights: of held-out queries, and of others.
     """
     # matplotlib is optional.
-    figures = [_curves(points)] if can_draw() else []
-    facts = dict(result.facts)
+    figures = [_curves(curves)] if can_draw() and any(curves) else []
+    # First: what a reader wants to know.
+    facts = {"finding": result.finding, **result.facts}
     if notices := result.notices():
         facts["forgetting"] = " ".join(notices)
     write_results(
@@ -124,12 +162,15 @@ def write_adaptation(result: AdaptResult, points: Sequence[Interpolated]) -> Non
     )
 
 
-def _curves(points: Sequence[Interpolated]) -> Figure:
+def _curves(measured: Sequence[Sequence[Interpolated]]) -> Figure:
     """Draw the mean score of each task over the share of the adapted weights."""
-    shares = [1 - point.keep for point in points]
     curves = {
-        task: (shares, [float(point.scores[task].mean()) for point in points])
-        for task in points[0].scores
+        task: (
+            [1 - point.keep for point in points],
+            [float(point.scores[task].mean()) for point in points],
+        )
+        for points in measured
+        for task in (points[0].scores if points else ())
     }
     plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
     return Figure("Between the original model (0) and the adapted one (1)", plot)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.document_splits import DocumentSplit, split_by_documents
+from dualenc.data.columns import positions_of
+from dualenc.data.document_splits import DocumentSplit, fold_by_documents
 from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.beir import check_judged, read_corpus, read_judged_queries
 from dualenc.data.store.vector_shards import Embeddings
@@ -16,84 +18,114 @@ from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.search.documents import open_documents
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
+from dualenc.types import Integers
+from dualenc.workflows.adaptation_choice import KNOWN, NEW
 from dualenc.workflows.adaptation_report import SECOND
 from dualenc.workflows.adapting import QuerySide
 
 MAX_HELD_OUT = 1000
-"""Maximum number of held-out queries of either kind."""
-NEW = "new documents"
-KNOWN = "documents in training"
-MIN_DOCUMENTS = 30
-"""Fewer documents of held-out queries cannot show whether adapting harms unclicked documents."""
+"""Maximum number of held-out queries of either kind, over all folds."""
 
 
 @dataclass(frozen=True)
-class ClickSplit:
-    """Pairs to train on, and held-out queries.
+class ClickFolds:
+    """Pairs to train on, and their splits into training pairs and held-out queries.
 
-        split = split_clicks(side.pairs(clicks), side.documents, share=0.1, seed=0)
-        print(len(split.parts.train), split.unmeasured)
+        clicks = fold_clicks(side.pairs(clicked), side.documents, share=0.2, folds=5, seed=0)
+        for fold in clicks.folds:
+            print(len(fold.train))
 
     Attributes:
-        parts: the pairs by part.
-        trained_ids: ids of the documents in training pairs.
-        unmeasured: why held-out queries cannot show the effect on new documents; None if they can.
+        pairs: all pairs.
+        folds: splits by document that hold out any query.
+        trained_ids: ids of the documents in pairs.
+        unmeasured: why no query was held out; None if there are some.
     """
 
-    parts: DocumentSplit
+    pairs: PairDataset
+    folds: list[DocumentSplit]
     trained_ids: list[str]
     unmeasured: str | None
 
 
-def split_clicks(pairs: PairDataset, documents: Embeddings, share: float, seed: int) -> ClickSplit:
-    """Hold out queries by their documents.
+def fold_clicks(
+    pairs: PairDataset, documents: Embeddings, share: float, folds: int, seed: int
+) -> ClickFolds:
+    """Hold out queries by their documents, in several folds.
 
     Args:
         pairs: queries with rows of relevant documents.
         documents: N documents of the index.
-        share: share of the pairs to hold out.
-        seed: random seed of the split.
+        share: share of the pairs that each fold holds out.
+        folds: number of splits.
+        seed: random seed of the splits.
     """
-    parts = split_by_documents(pairs, share, MAX_HELD_OUT, seed)
-    rows = sorted(set(parts.train.right_id.tolist()))
-    trained_ids = [documents.ids[row] for row in rows]
-    return ClickSplit(parts, trained_ids, _why_unmeasured(parts, share))
+    splits = []
+    if share:
+        splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed)
+    used = [split for split in splits if split.held_out is not None and len(split.train)]
+    trained_ids = [documents.ids[row] for row in sorted(set(pairs.right_id.tolist()))]
+    return ClickFolds(pairs, used, trained_ids, _why_unmeasured(used, share))
 
 
-def _why_unmeasured(parts: DocumentSplit, share: float) -> str | None:
-    """Return why held-out queries cannot show the effect on new documents; None if they can."""
+def _why_unmeasured(folds: Sequence[DocumentSplit], share: float) -> str | None:
+    """Return why no query was held out; None if there are some."""
     if share == 0:
         return "no query was held out"
-    if parts.new is None:
+    if not folds:
         documents = f"the documents of each are in over {share:.0%} of the pairs"
         return f"no query could be held out: {documents}"
-    count = len(np.unique(parts.new.right_id))
-    if count < MIN_DOCUMENTS:
-        few = f"fewer than {MIN_DOCUMENTS} cannot tell"
-        return f"held-out queries name {count} documents, and {few}"
     return None
 
 
-def measured_tasks(
-    split: ClickSplit, side: QuerySide, test: str | None, second: str | None
-) -> dict[str, IndexEvaluator]:
-    """Return evaluators of the held-out queries, and of the test queries of two BEIR folders.
-
-    Held-out queries and those of `test` are divided by whether their documents are in training.
+def held_out_tasks(fold: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:
+    """Return evaluators of the held-out queries of a fold.
 
     Args:
-        split: the clicks.
+        fold: the split.
+        documents: N documents of the index.
+    """
+    return {
+        part: IndexEvaluator.of_pairs(pairs, documents)
+        for part, pairs in ((NEW, fold.new), (KNOWN, fold.known))
+        if pairs is not None
+    }
+
+
+def first_documents(evaluator: IndexEvaluator, documents: Embeddings) -> Integers:
+    """Return (Q,) the row of each query's first relevant document, by which queries are grouped.
+
+    Args:
+        evaluator: evaluator over the documents, or over others, whose ids are numbered instead.
+        documents: N documents of the index.
+    """
+    first = [
+        next(name for name, grade in grades.items() if grade > 0)
+        for grades in evaluator.qrels.values()
+    ]
+    rows = positions_of(documents.ids, first)
+    if (rows < 0).any():
+        rows = np.unique(first, return_inverse=True)[1]
+    return rows
+
+
+def measured_tasks(
+    trained_ids: Sequence[str], side: QuerySide, test: str | None, second: str | None
+) -> dict[str, IndexEvaluator]:
+    """Return evaluators of the test queries of two BEIR folders.
+
+    Those of `test` are divided by whether their documents are in training.
+
+    Args:
+        trained_ids: ids of the documents in pairs.
         side: the query side of the index.
         test: BEIR folder with other queries of the index.
         second: BEIR folder of another task.
     """
     tasks = {}
-    for part, pairs in ((NEW, split.parts.new), (KNOWN, split.parts.known)):
-        if pairs is not None:
-            tasks[part] = IndexEvaluator.of_pairs(pairs, side.documents)
     if test is not None:
         evaluator = _test_queries(test, "test", side, side.documents)
-        known, new = divide_by_training(evaluator.qrels, split.trained_ids)
+        known, new = divide_by_training(evaluator.qrels, trained_ids)
         for part, qrels in ((NEW, new), (KNOWN, known)):
             # The mean over an empty part is undefined.
             if qrels:

@@ -257,33 +257,6 @@ def score_interpolations(
     return points
 
 
-def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
-    """Choose the share of the original weights with the best mean score over all queries.
-
-    Only shares whose mean on the task `unharmed` is at least that of the original qualify; the
-    largest of equal shares wins. Without that task, nothing shows that adapting does no harm, and
-    the result is the original: 1.
-
-    Args:
-        points: scores at each share.
-        unharmed: name of the task that must not get worse.
-        tasks: names of the tasks that decide.
-    """
-    if unharmed not in tasks:
-        return 1.0
-    # New documents decide what is allowed: most documents of an index are in no click.
-    original = max(points, key=lambda point: point.keep)
-    least = original.scores[unharmed].mean()
-    allowed = [point for point in points if point.scores[unharmed].mean() >= least]
-
-    def quality(point: Interpolated) -> tuple[float, float]:
-        scores = np.concatenate([point.scores[task] for task in tasks])
-        # Round, so that differences by summation order do not beat a larger share.
-        return round(float(scores.mean()), 6), point.keep
-
-    return max(allowed, key=quality).keep
-
-
 def harmless_share(points: Sequence[Interpolated], task: str) -> float:
     """Return the smallest share of the original weights from which on a task loses nothing.
 
