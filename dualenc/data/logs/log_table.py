@@ -76,6 +76,10 @@ class LogTable:
         """Kind of each column, nested fields included."""
         roots = {path[0] for path, _ in self.nested.values()}
         own = {name: kind for name, kind in self.source.kinds.items() if name not in roots}
+        for name, kind in own.items():
+            # Other readers leave lists of whole numbers open; in a log they are ids or ranks.
+            if kind == "value" and any(isinstance(value, list) for value in self.examined(name)):
+                own[name] = "list"
         return own | {name: kind_of_type(kind) for name, (_, kind) in self.nested.items()}
 
     @cached_property

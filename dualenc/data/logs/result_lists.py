@@ -219,7 +219,8 @@ def _number(value: object) -> float:
 def _keys(names_: pa.ChunkedArray, rows: Integers, shown: Column) -> tuple[Integers, Integers]:
     """Return numbers of clicked (n,) and shown (m,) values, equal for equal ids of one row."""
     arrays = [_texts(names_), _texts(shown.array)]
-    codes = codes_of(pa.chunked_array([chunk for array in arrays for chunk in array.chunks]))
+    chunks = [chunk for array in arrays for chunk in array.chunks]
+    codes = codes_of(pa.chunked_array(chunks, pa.large_string()))
     span = int(codes.max(initial=0)) + 2
     own = codes[: len(names_)] + 1
     return rows * span + own, shown.rows * span + codes[len(names_) :] + 1
