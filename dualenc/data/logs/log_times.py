@@ -34,7 +34,7 @@ def read_times(array: pa.ChunkedArray) -> tuple[np.ndarray, str] | None:
         zone = "timestamps" if stamps.type.tz else "timestamps in UTC"
         return numbers / 1e6, zone
     if is_type(kind, "integer", "floating", "decimal"):
-        return _of_numbers(array.cast(pa.float64()).to_numpy(zero_copy_only=False))
+        return _of_numbers(array.cast(pa.float64(), safe=False).to_numpy())
     if not is_type(kind, "string", "large_string"):
         return None
     codes = array.dictionary_encode().combine_chunks()

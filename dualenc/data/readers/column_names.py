@@ -109,6 +109,7 @@ LABELS = (
         "num_clicks",
         "n_clicks",
     ),
+    *("was_clicked", "has_click", "has_clicked", "click_bool", "click_flag", "clicked_flag"),
     *("purchased", "is_purchased", "purchases", "converted", "conversions", "bought"),
 )
 """Whether, or how well, the sides of a row match."""

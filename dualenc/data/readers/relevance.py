@@ -26,6 +26,7 @@ from dualenc.data.readers.column_names import (
     columns_named,
     normalized,
 )
+from dualenc.data.readers.plain_types import is_type
 from dualenc.data.readers.tables import DataTable
 from dualenc.errors import DualencError
 
@@ -223,7 +224,9 @@ def _judge(table: DataTable, name: str, is_named: bool = False) -> np.ndarray | 
         column = Column(table, name, "text", lists=True)
         codes = column.array.dictionary_encode().combine_chunks()
     except (DualencError, pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return None
+        # Label Studio writes {"choices": ["Relevant"]}: labels, although not readable ones.
+        is_record = is_type(table.column(name).type, "struct")
+        return f"{_TEXTS} are records" if is_record else None
     # Decide on the distinct values, of which there are few even in tables of millions of rows.
     values = codes.dictionary[: None if is_named else _MAX_VALUES].to_pylist()
     # `datasets.ClassLabel` stores numbers; its names say what they mean.
