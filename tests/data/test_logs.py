@@ -279,6 +279,21 @@ def test_clicks_of_a_list_by_rank_or_label(
     assert log.position[log.reward > 0].tolist() == [2, 1]
 
 
+@pytest.mark.parametrize("values", [[[0, 1], [1, 0]], [[False, True], [True, False]]])
+def test_labels_of_a_list(tmp_path: Path, documents: Embeddings, values: list) -> None:
+    """Of what was shown, positions are known; grades are judgements."""
+    rows = [{"query": "a", "results": ["d0", "d3"], "labels": values[0]},
+            {"query": "b", "results": ["d3", "d0"], "labels": values[1]}]  # fmt: skip
+    log = open_log(write_jsonl(tmp_path / "x.jsonl", rows), documents)
+    assert showings(log) == [("a", "d0", 0), ("a", "d3", 1), ("b", "d3", 1), ("b", "d0", 0)]
+    assert log.position.tolist() == [1, 2, 1, 2]
+    rows[0]["labels"] = [0, 3]
+    graded = open_log(
+        write_jsonl(tmp_path / "y.jsonl", rows), documents, columns=LogColumns(clicked="labels")
+    )
+    assert showings(graded)[:2] == [("a", "d0", 0), ("a", "d3", 3)]
+
+
 def test_one_clicked_id_in_a_row(tmp_path: Path, documents: Embeddings) -> None:
     rows = [{"query": "a", "doc_ids": ["d0", "d1"], "clicked": "d1"},
             {"query": "b", "doc_ids": ["d0", "d1"], "clicked": None}]  # fmt: skip
@@ -353,7 +368,7 @@ def test_lists_of_a_teachers_scores(tmp_path: Path, documents: Embeddings) -> No
     path = write_jsonl(tmp_path / "x.jsonl", rows)
     with pytest.raises(DualencError, match="do not say from where on"):
         open_log(path, documents)
-    log = open_log(path, documents, columns=LogColumns(weight="score", clicked="none"))
+    log = open_log(path, documents, columns=LogColumns(weight="score"))
     assert showings(log) == [
         ("a", "d0", pytest.approx(0.9)),
         ("a", "d3", pytest.approx(0.1)),

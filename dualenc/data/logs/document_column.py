@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from dualenc.data.columns import positions_of
-from dualenc.data.logs.log_names import DOCUMENT, LISTED
+from dualenc.data.logs.log_names import DOCUMENT, LISTED, SHOWN
 from dualenc.data.logs.log_table import LogTable
 from dualenc.data.readers.column_names import (
     QUERY_IDS,
@@ -49,6 +49,7 @@ def document_column(
         and not looks_like_labels(table.examined_values(name), name)
     }
     usual = columns_named(values, names)
+    usual += [name for name in columns_named(values, SHOWN) if table.holds_lists(name)]
     fitting = [name for name in values if are_ids(values[name], ids)]
     own = [name for name in usual if name in fitting]
     # A column `id` may hold ids of the rows, so it only counts if no other column fits.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from dualenc.data.columns import Column, ItemColumn, positions_of, read_column, read_ids
 from dualenc.data.item_lists import Picked, VectorItems
@@ -14,7 +16,14 @@ from dualenc.data.logs.action_weights import ActionWeights
 from dualenc.data.logs.click_log import LogColumns
 from dualenc.data.logs.document_column import are_ids
 from dualenc.data.logs.log_part import LogPart, one_showing_each
-from dualenc.data.logs.log_table import LogTable, codes_of, number_queries, refuse_two, values_of
+from dualenc.data.logs.log_table import (
+    LogTable,
+    codes_of,
+    number_of,
+    number_queries,
+    refuse_two,
+    values_of,
+)
 from dualenc.data.logs.showings import (
     check_ids,
     missing_ids,
@@ -24,14 +33,16 @@ from dualenc.data.logs.showings import (
     time_column,
 )
 from dualenc.data.readers.column_kinds import ColumnKind
-from dualenc.data.readers.column_names import columns_named, is_none, normalized
-from dualenc.data.readers.relevance import as_number
+from dualenc.data.readers.column_names import LABELS, columns_named, is_none, normalized
+from dualenc.data.readers.relevance import label_columns
 from dualenc.data.readers.tables import DataTable
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.types import Integers
 
 Meaning = Literal["ids", "ranks", "labels"]
+
+_TRUTH = {"0", "1", "True", "False", "true", "false"}
 
 
 class ListColumns(NamedTuple):
@@ -47,46 +58,54 @@ def list_columns(table: LogTable, documents: Embeddings, columns: LogColumns) ->
     Raises:
         DualencError: two columns may be the shown or the clicked ones, or nothing was clicked.
     """
-    given = {name for name in vars(columns).values() if name is not None}
     lists = [name for name in table.kinds if table.kinds[name] == "list"]
     shown = columns.document
     if shown is None:
+        given = {name for name in vars(columns).values() if name is not None}
         free = [name for name in lists if name not in given]
-        usual = columns_named(free, names.SHOWN)
-        fitting = [n for n in usual if are_ids(table.examined_values(n), documents.ids)]
-        if not fitting:
-            listed = columns_named(free, (*names.LISTED, *names.DOCUMENT))
-            fitting = [n for n in listed if are_ids(table.examined_values(n), documents.ids)]
-            is_clear = False
-            # A column `clicked` may hold ids, too.
-            fitting = [n for n in fitting if n not in columns_named(fitting, names.CLICKED_LISTS)]
-        else:
-            is_clear = True
-        refuse_two(fitting, "lists of what was shown", "document_column", table.path)
-        if not fitting:
-            return None
-        shown = fitting[0]
-    elif shown not in lists:
+        shown = _shown_column(table, free, documents)
+    if shown not in lists:
         return None
-    else:
-        is_clear = bool(columns_named([shown], names.SHOWN))
     clicked = columns.clicked
     if clicked is None:
-        clicks = (*names.CLICKED_LISTS, *names.CLICKED_RANKS)
-        found = [name for name in columns_named(table.kinds, clicks) if name != shown]
-        if columns.position in found:
-            found = [cast(str, columns.position)]
-        refuse_two(found, "what was clicked", "label_column", table.path)
-        if not found and is_clear:
-            raise DualencError(
-                f"column {shown!r} lists what was shown, and no column says what was clicked",
-                fix="name the clicked ids or ranks as label_column (--label-column)",
-                where=table.path,
-            )
-        clicked = found[0] if found else None
-    if clicked is None or is_none(clicked):
+        clicked = _clicked_column(table, shown, columns.position)
+    elif normalized(clicked) in LABELS and normalized(clicked) not in names.CLICKED_LISTS:
         return None
-    return ListColumns(shown, clicked)
+    return None if clicked is None or is_none(clicked) else ListColumns(shown, clicked)
+
+
+def _shown_column(table: LogTable, free: Sequence[str], documents: Embeddings) -> str | None:
+    """Return the column of lists of shown ids among those without a role, None without one."""
+    clicks = columns_named(free, names.CLICKED_LISTS)
+    # `doc_ids` may list clicks, so that it comes after names such as `results`.
+    for usual in (names.SHOWN, (*names.LISTED, *names.DOCUMENT)):
+        found = [name for name in columns_named(free, usual) if name not in clicks]
+        found = [name for name in found if are_ids(table.examined_values(name), documents.ids)]
+        refuse_two(found, "lists of what was shown", "document_column", table.path)
+        if found:
+            return found[0]
+    return None
+
+
+def _clicked_column(table: LogTable, shown: str, position: str | None) -> str | None:
+    """Return the column of clicked ids, ranks or labels; None if the lists may be of clicks."""
+    clicks = (*names.CLICKED_LISTS, *names.CLICKED_RANKS)
+    found = [name for name in columns_named(table.kinds, clicks) if name != shown]
+    if position in found:
+        found = [cast(str, position)]
+    if not found:
+        # Lists of 0 and 1 beside the lists of ids; grades are for the reader of labels.
+        found = [name for name in label_columns(table.kinds, [shown]) if table.holds_lists(name)]
+        if not all(set(table.examined_values(name)) <= _TRUTH for name in found):
+            return None
+    refuse_two(found, "what was clicked", "label_column", table.path)
+    if not found and columns_named([shown], names.SHOWN):
+        raise DualencError(
+            f"column {shown!r} lists what was shown, and no column says what was clicked",
+            fix="name the clicked ids or ranks as label_column (--label-column)",
+            where=table.path,
+        )
+    return found[0] if found else None
 
 
 def read_result_lists(
@@ -184,7 +203,7 @@ def _clicked_entries(
     clicked = Column(data, lists.clicked, "text", lists=True)
     filled = np.flatnonzero(clicked.filled())
     rows = clicked.rows[filled]
-    numbers = values_of(clicked.array, _number)[filled]
+    numbers = values_of(clicked.array, number_of)[filled]
     lengths = np.bincount(shown.rows, minlength=len(data))
     names_ = clicked.array.take(filled)
     keys, shown_keys = _keys(names_, rows, Column(data, lists.shown, "text", lists=True))
@@ -209,13 +228,6 @@ def _clicked_entries(
     return place[is_shown], rows[~is_shown], positions_of(documents.ids, others)
 
 
-def _number(value: object) -> float:
-    try:
-        return float(as_number(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return np.nan
-
-
 def _keys(names_: pa.ChunkedArray, rows: Integers, shown: Column) -> tuple[Integers, Integers]:
     """Return numbers of clicked (n,) and shown (m,) values, equal for equal ids of one row."""
     arrays = [_texts(names_), _texts(shown.array)]
@@ -228,8 +240,6 @@ def _keys(names_: pa.ChunkedArray, rows: Integers, shown: Column) -> tuple[Integ
 
 def _texts(array: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return ids as texts, whole numbers without a fraction, as pandas writes them."""
-    import pyarrow.compute as pc
-
     texts = array.cast(pa.large_string())
     return pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0$", r"\1")
 
@@ -253,7 +263,8 @@ def _meaning(
         return "ranks"
     if name.endswith(("_id", "_ids")):
         return "ids"
-    may_be_ranks = bool(len(numbers)) and bool(((numbers >= 0) & (numbers <= lengths)).all())
+    are_whole = bool(len(numbers)) and bool((numbers % 1 == 0).all())
+    may_be_ranks = are_whole and bool(((numbers >= 0) & (numbers <= lengths)).all())
     may_be_ids = bool(len(numbers)) and is_shown.mean() > 0.5
     if may_be_ranks and may_be_ids:
         raise DualencError(

@@ -46,6 +46,7 @@ LABEL_OPTION = "label_column"
 MAX_SHOWINGS = 20_000_000
 """Counts of more showings are sampled, since each showing is a row in memory."""
 _NO_CLICKS = "are not clicks"
+_FROM_ZERO = 0.02  # more positions than this share are 0 only where positions count from 0
 _WORDS = ("true", "false", "yes", "no", "0", "1", "t", "f")
 
 
@@ -117,7 +118,7 @@ def read_showings(
         missing=missing_ids(data, roles.document, right),
         actions=actions,
         grades_are_relevance=is_graded,
-        notes=[*notes, *session_note],
+        notes=[*notes, *session_note, *shown_only(actions, weights)],
     )
     counts = _counts(data, roles, labels, right, paired)
     if counts is not None and (counts != 1).any():
@@ -449,7 +450,8 @@ def whole_positions(numbers: np.ndarray, name: str) -> tuple[Integers, list[str]
         # An average over several lists is not a position.
         notes.append(f"numbers in column {name!r} that are not positions count as unknown")
     positions = np.where(is_whole, numbers, -1).astype(np.int64)
-    if (positions == 0).any():
+    # Where positions count from 0, the first one is common; a rare 0 is not a position.
+    if (positions == 0).sum() > _FROM_ZERO * is_whole.sum():
         notes.append(f"column {name!r} counts from 0")
         return positions + 1, notes
     return np.maximum(positions, 0), notes
@@ -484,6 +486,12 @@ def _sessions(
             where=data.source,
         )
     return own, []
+
+
+def shown_only(actions: Collection[str], weights: ActionWeights) -> list[str]:
+    """Return a note on the actions that count as showings only."""
+    found = sorted(repr(name) for name in actions if weights.of(name) == 0)
+    return [f"shown, not chosen: {', '.join(found)}"] if found else []
 
 
 def _mixes_showings(data: DataTable, roles: Roles, rows: Integers) -> bool:

@@ -31,7 +31,7 @@ from dualenc.data.logs.log_table import (
     refuse_two,
     values_of,
 )
-from dualenc.data.logs.showings import row_times, whole_positions
+from dualenc.data.logs.showings import row_times, shown_only, whole_positions
 from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_names import columns_named, is_none
 from dualenc.data.readers.tables import DataTable
@@ -177,7 +177,7 @@ def read_ubi(
         missing={name for name, row in zip(distinct, positions_of(documents.ids, distinct))
                  if row < 0},
         actions=actions,
-        notes=list(dict.fromkeys(notes)),
+        notes=[*dict.fromkeys(notes), *shown_only(actions, weights)],
     )  # fmt: skip
     return one_showing_each(part)
 
