@@ -294,6 +294,17 @@ def test_labels_of_a_list(tmp_path: Path, documents: Embeddings, values: list) -
     assert showings(graded)[:2] == [("a", "d0", 0), ("a", "d3", 3)]
 
 
+def test_labels_of_whole_rows(tmp_path: Path, documents: Embeddings) -> None:
+    rows = [{"query": "a", "positives": ["d0", "d1"], "clicked": 1},
+            {"query": "b", "positives": ["d2"], "clicked": 0}]  # fmt: skip
+    log = open_log(write_jsonl(tmp_path / "x.jsonl", rows), documents)
+    assert showings(log) == [("a", "d0", 1), ("a", "d1", 1), ("b", "d2", 0)]
+    rows = [{"query": row["query"], "results": row["positives"], "clicked": row["clicked"]}
+            for row in rows]  # fmt: skip
+    with pytest.raises(DualencError, match="whether a document of 'results' was clicked, and not"):
+        open_log(write_jsonl(tmp_path / "y.jsonl", rows), documents)
+
+
 def test_one_clicked_id_in_a_row(tmp_path: Path, documents: Embeddings) -> None:
     rows = [{"query": "a", "doc_ids": ["d0", "d1"], "clicked": "d1"},
             {"query": "b", "doc_ids": ["d0", "d1"], "clicked": None}]  # fmt: skip

@@ -42,7 +42,8 @@ from dualenc.types import Integers
 
 Meaning = Literal["ids", "ranks", "labels"]
 
-_TRUTH = {"0", "1", "True", "False", "true", "false"}
+_FALSE = {"0", "False", "false"}
+_TRUTH = {"1", "True", "true"} | _FALSE
 
 
 class ListColumns(NamedTuple):
@@ -71,7 +72,27 @@ def list_columns(table: LogTable, documents: Embeddings, columns: LogColumns) ->
         clicked = _clicked_column(table, shown, columns.position)
     elif normalized(clicked) in LABELS and normalized(clicked) not in names.CLICKED_LISTS:
         return None
-    return None if clicked is None or is_none(clicked) else ListColumns(shown, clicked)
+    if clicked is None or is_none(clicked) or _labels_rows(table, shown, clicked):
+        return None
+    return ListColumns(shown, clicked)
+
+
+def _labels_rows(table: LogTable, shown: str, clicked: str) -> bool:
+    """Return True if 0 and 1 label whole rows of clicked documents.
+
+    Raises:
+        DualencError: they label lists of what was shown, so that nothing says what was clicked.
+    """
+    values = set(table.examined_values(clicked))
+    if table.holds_lists(clicked) or not values <= _TRUTH or not values & _FALSE:
+        return False
+    if columns_named([shown], names.SHOWN):
+        raise DualencError(
+            f"column {clicked!r} says whether a document of {shown!r} was clicked, and not which",
+            fix="name the clicked ids or ranks as label_column (--label-column)",
+            where=table.path,
+        )
+    return True
 
 
 def _shown_column(table: LogTable, free: Sequence[str], documents: Embeddings) -> str | None:
