@@ -227,7 +227,7 @@ def test_an_adapted_model_can_be_adapted_again(
 def test_parts_that_do_not_fit_are_refused(encoder: ImageTextEncoder, text_encoder: Any) -> None:
     with pytest.raises(DualencError, match="map takes vectors of 40 numbers, but the model gives"):
         IndexEncoder(encoder, facts(), mapping=VectorTower("linear", 40, D, None))
-    with pytest.raises(DualencError, match="index holds vectors of 24 numbers, but .* gives 30"):
+    with pytest.raises(DualencError, match=r"vectors of 24 numbers, but .* gives 30"):
         IndexEncoder(encoder, facts(), mapping=VectorTower("linear", D, 30, None))
     with pytest.raises(DualencError, match="queries are of kind image, but the model encodes text"):
         IndexEncoder(text_encoder(), facts(dim=32), modality="image")
