@@ -21,6 +21,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.column_names import (
     DOCUMENT_IDS,
     IDS,
+    IMAGES,
     LABELS,
     QUERY_IDS,
     columns_named,
@@ -272,6 +273,9 @@ def read_corpus(
             )
         source = TableSource(file, bad_rows)
         id_column = _id_column(source, part)
+        images = first_of(source.kinds, IMAGES)
+        if images is not None and not {"text", "title"} & source.kinds.keys():
+            return table_corpus(source, images, "image", id_column=id_column, columns=columns)
         if has_titles:
             # A document may consist of a title alone.
             optional.append("text")
