@@ -11,6 +11,7 @@ from cyclopts.types import NormFloat, PositiveFloat, PositiveInt, UInt32
 
 from dualenc.commands.options import BatchSize
 from dualenc.commands.output import print_line
+from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
     from dualenc.workflows.adaptation_report import AdaptResult
@@ -34,6 +35,9 @@ class AdaptOptions:
             for held-out queries among those that do not harm queries of new documents. If held-out
             queries name too few documents to measure that, it is 0.5 where that lowers no mean of
             held-out queries, or else 1, the original.
+        require_gain: gain in nDCG@10 that held-out queries must show by their 95% interval: those
+            of the last tenth of the log if it has times, or else those held out by document.
+            Otherwise the model is the original, and the exit code is 1.
         seed: random seed for the split, the initial weights and the batches.
     """
 
@@ -44,18 +48,30 @@ class AdaptOptions:
     temperature: Annotated[float, Parameter(validator=validators.Number(gte=1e-3, lte=10))] = 0.03
     held_out: Annotated[float, Parameter(validator=validators.Number(gte=0, lte=0.9))] = 0.2
     keep: NormFloat | None = None
+    require_gain: Annotated[float | None, Parameter(validator=validators.Number(gte=-1, lte=1))] = (
+        None
+    )
     seed: UInt32 = 0
 
 
 @dataclass(frozen=True)
-class ClickOptions:
-    """How queries are read, and which others are measured.
+class LogOptions:
+    """How logs are read, and which other queries are measured.
 
     Args:
-        query_column: column with texts or vectors; by default one with a usual name.
-        document_column: column with ids of documents; by default one with a usual name.
-        label_column: column that is 0 where the document was not clicked or is not relevant; by
-            default a column of labels with a usual name; none reads no labels.
+        query_column: column with texts, vectors or images of queries; by default, as for the other
+            columns, one with a usual name whose values fit. `none` reads no such column.
+        document_column: column with ids of documents, or lists of the ids that were shown.
+        label_column: column that says whether, or how often, the document was clicked (0: shown
+            only), or lists of the ids or ranks that were clicked.
+        position_column: column with the position in the results list, from 1.
+        session_column: column that names the results list or session of a row.
+        time_column: column with times. With times, the last tenth of the log is held out, too.
+        action_column: column with what was done: click, cart, purchase, impression.
+        impressions_column: column with the number of times that the document was shown.
+        weight_column: column with relevance that is taken as it is, such as scores of a teacher.
+        weights: weights of actions, such as click=1 cart=2 purchase=5; by default 1 for all.
+        click_model: JSON file with known propensities, in place of those estimated from the log.
         split: split of a BEIR folder, a folder of tables or a hub name.
         model: model of the index, if it has moved.
         test: BEIR folder whose test queries are measured too, over the documents of the index.
@@ -66,6 +82,14 @@ class ClickOptions:
     query_column: str | None = None
     document_column: str | None = None
     label_column: str | None = None
+    position_column: str | None = None
+    session_column: str | None = None
+    time_column: str | None = None
+    action_column: str | None = None
+    impressions_column: str | None = None
+    weight_column: str | None = None
+    weights: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None
+    click_model: str | None = None
     split: str = "train"
     model: str | None = None
     test: str | None = None
@@ -74,10 +98,9 @@ class ClickOptions:
 
 def adapt(
     index: str,
-    clicks: str,
-    *,
+    *logs: str,
     out: str,
-    columns: ClickOptions,
+    columns: LogOptions,
     options: AdaptOptions,
     resume: bool = False,
     device: str | None = None,
@@ -91,7 +114,8 @@ def adapt(
     Args:
         index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push`
             wrote.
-        clicks: table with a query and the id of a relevant document in each row, or a BEIR folder.
+        logs: one or several: clicks, impressions, events, results lists (csv, tsv, jsonl, parquet,
+            folders of them), UBI, scores of a teacher, or BEIR folders.
         out: folder to write: model, training, metrics.json, report.html.
         resume: continue an interrupted training from its latest checkpoint.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
@@ -100,19 +124,44 @@ def adapt(
     from dualenc import distributed
     from dualenc.workflows import adapt_queries
 
+    if not logs:
+        raise DualencError("no log is named", fix="give a table of clicks, or a folder of logs")
+    read = {**vars(columns), "weights": _weights(columns.weights)}
     result = adapt_queries.adapt(
         index,
-        clicks,
+        logs,
         out=out,
         resume=resume,
         device=device,
-        **vars(columns),
+        **read,
         **vars(options),
     )
     # Every process has the result; only one prints it.
     if distributed.is_main():
         _print_result(result)
-        print_line(f"next:  {_next_command(index, result)}")
+        # A model that is not better is not to be used next.
+        if result.gate is None or result.gate.passed:
+            print_line(f"next:  {_next_command(index, result)}")
+    if result.gate is not None:
+        result.gate.check()
+
+
+def _weights(words: list[str] | None) -> dict[str, float] | None:
+    """Return the weights that words such as click=1 give."""
+    if words is None:
+        return None
+    weights = {}
+    for word in words:
+        name, equals, value = word.rpartition("=")
+        try:
+            weights[name] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or not name:
+            raise DualencError(
+                f"--weights has {word!r}", fix="give weights such as --weights click=1 purchase=5"
+            )
+    return weights
 
 
 def _print_result(result: AdaptResult) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data.document_splits import DocumentSplit
+from dualenc.data.item_lists import Picked
+from dualenc.data.logs.click_log import ClickLog
+from dualenc.data.logs.click_model import KnownPropensities
 from dualenc.data.pairs import PairDataset
-from dualenc.data.readers.clicks import IndexPairs
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.index_encoder import interpolate
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
+from dualenc.evaluation.report_page import Table
 from dualenc.io.files import remove, removed_if_refused
 from dualenc.objectives import FrozenCorpus
 from dualenc.search.documents import fingerprint, open_documents
@@ -40,7 +44,9 @@ from dualenc.workflows.adaptation_choice import (
     choose,
     unmeasured_choice,
 )
+from dualenc.workflows.adaptation_log import LearnedLog, day_of, learn_log, read_log, with_inputs
 from dualenc.workflows.adaptation_report import (
+    ROCCHIO,
     TASK,
     AdaptResult,
     finding_of,
@@ -63,8 +69,13 @@ from dualenc.workflows.adapting import (
     Trained,
     score_interpolations,
 )
+from dualenc.workflows.changed_results import changed_results, snippets_of
+from dualenc.workflows.gate import Gate
+from dualenc.workflows.last_tenth import LATER, LastTenth, last_tenth, scores_without_training
 from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
+
+logger = logging.getLogger("dualenc.workflows")
 
 WORK = ".adapt"
 """Folder in the output for the vectors of a run. It marks the output of an interrupted run."""
@@ -80,7 +91,7 @@ LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
 def adapt(
     index: str,
-    clicks: str,
+    clicks: StrPath | Sequence[StrPath],
     *,
     out: StrPath,
     train: Trained = "perceptron",
@@ -94,10 +105,19 @@ def adapt(
     query_column: str | None = None,
     document_column: str | None = None,
     label_column: str | None = None,
+    position_column: str | None = None,
+    session_column: str | None = None,
+    time_column: str | None = None,
+    action_column: str | None = None,
+    impressions_column: str | None = None,
+    weight_column: str | None = None,
+    weights: Mapping[str, float] | None = None,
+    click_model: StrPath | None = None,
     split: str = "train",
     model: str | None = None,
     test: str | None = None,
     second: str | None = None,
+    require_gain: float | None = None,
     resume: bool = False,
     device: str | None = None,
     progress: bool = True,
@@ -114,7 +134,8 @@ def adapt(
     Args:
         index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push`
             wrote.
-        clicks: table with a query and the id of a relevant document in each row, or a BEIR folder.
+        clicks: one log or several: clicks, impressions, events, results lists, UBI, scores of a
+            teacher, or a BEIR folder; see `dualenc.data.logs.open_log`.
         out: folder to write: model, training, metrics.json, report.html.
         train: what is trained: a "perceptron" or "linear" map of query vectors (seconds), adapters
             of the text model ("lora") or "all" of it (minutes).
@@ -128,15 +149,29 @@ def adapt(
         keep: share of the original weights in the result, from 0 to 1; None takes the best share
             for held-out queries among those that do not harm queries of new documents.
         seed: random seed for the split, the initial weights and the batches.
-        query_column: column with texts or vectors; None finds a usual name.
-        document_column: column with ids of documents; None finds a usual name.
-        label_column: column that is 0 where a document is not relevant; None finds a column of
-            labels with a usual name, "none" reads none.
+        query_column: column with texts, vectors or images; None finds a usual name whose values
+            fit, and "none" reads no such column, here and below.
+        document_column: column with ids of documents, or lists of those that were shown.
+        label_column: column that says whether, or how often, the document was clicked, or lists of
+            clicked ids or ranks.
+        position_column: column with positions in the results list, from 1.
+        session_column: column that names the results list or session of a row.
+        time_column: column with times. With times, a model of the earlier part of the log is
+            measured by the queries of its last tenth.
+        action_column: column with what was done: click, cart, purchase, impression.
+        impressions_column: column with the number of times that the document was shown.
+        weight_column: column with relevance that is taken as it is, such as scores of a teacher.
+        weights: weights of actions, such as {"click": 1, "purchase": 5}; by default 1 for all.
+        click_model: JSON file with known propensities, see `KnownPropensities.read`; None estimates
+            them from the log.
         split: split of a BEIR folder, a folder of tables or a hub name.
         model: model folder or name, if the index's model has moved.
         test: BEIR folder whose test queries are measured too, over the documents of the index.
         second: BEIR folder of another task whose test queries are measured, to see what is
             forgotten.
+        require_gain: gain in nDCG@10 that the 95% interval of held-out queries must reach: those of
+            the last tenth of the log if it has times, or else those held out by document. Otherwise
+            the model is the original, and `AdaptResult.gate` says so.
         resume: continue an interrupted training from its latest checkpoint.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
@@ -158,17 +193,21 @@ def adapt(
         # Before anything opens the index: the report promises that it has not changed.
         checksum = fingerprint(index)
         documents = open_documents(index, work)
-        clicked = IndexPairs(
-            clicks,
-            documents,
-            query_column=query_column,
-            document_column=document_column,
-            label_column=label_column,
-            split=split,
-        )
+        columns = {
+            "query": query_column,
+            "document": document_column,
+            "clicked": label_column,
+            "position": position_column,
+            "session": session_column,
+            "time": time_column,
+            "action": action_column,
+            "impressions": impressions_column,
+            "weight": weight_column,
+        }
+        log = read_log(clicks, documents, columns=columns, weights=weights, split=split)
         side = QuerySide(
             documents,
-            clicked.left_modality,
+            log.queries.modality,
             train,
             source=index,
             model=model,
@@ -176,13 +215,19 @@ def adapt(
             device=chosen,
             progress=progress,
         )
-        pairs = side.pairs(clicked)
+        known = None if click_model is None else KnownPropensities.read(click_model)
+        learned = learn_log(with_inputs(log, side), documents, known)
+        later = last_tenth(learned, documents, seed)
+        # What measures the model of the earlier part has no part in the choice either.
+        pairs = learned.pairs if later is None else later.earlier
         folds = fold_clicks(pairs, documents, held_out, _num_folds(train, len(pairs)), seed)
+        for line in learned.findings:
+            logger.info("%s", line)
         settings = _Settings(epochs, batch_size, learning_rate, temperature, seed)
-        run = _Run(folder, clicks, checksum, side, folds, settings)
+        run = _Run(folder, log, checksum, side, learned, later, folds, settings)
         # Opened before the training: a test folder that does not fit fails now and not in hours.
-        tasks = measured_tasks(folds.trained_ids, side, test, second)
-        result = _adapt(run, tasks, keep, resume)
+        tasks = measured_tasks(run.trained_ids, side, test, second)
+        result = _adapt(run, tasks, keep, require_gain, resume)
         if distributed.is_main():
             remove(work)
         # Hold the lock until the files are complete.
@@ -237,14 +282,25 @@ class _Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class _Run:
-    """An adaptation that can start; `checksum` is that of the index before."""
+    """An adaptation that can start.
+
+    `asked` is the log with its queries as they are, `checksum` that of the index before.
+    """
 
     folder: Path
-    clicks: str
+    asked: ClickLog
     checksum: str
     side: QuerySide
+    learned: LearnedLog
+    later: LastTenth | None
     clicked: ClickFolds
     settings: _Settings
+
+    @property
+    def trained_ids(self) -> list[str]:
+        """Ids of the documents in pairs."""
+        rows = np.unique(self.learned.pairs.right_id).tolist()
+        return [self.side.documents.ids[row] for row in rows]
 
     @property
     def epochs(self) -> int:
@@ -258,57 +314,129 @@ class _Run:
 
 
 def _adapt(
-    run: _Run, tasks: Mapping[str, IndexEvaluator], keep: float | None, resume: bool
+    run: _Run,
+    tasks: Mapping[str, IndexEvaluator],
+    keep: float | None,
+    require_gain: float | None,
+    resume: bool,
 ) -> AdaptResult:
     """Choose by folds, train on all pairs, measure, and write model and report."""
     # Initial weights depend on the seed alone, and not on what was embedded before.
     seed_everything(run.settings.seed)
-    original = run.side.new_model(run.clicked.pairs.left_dim)
+    original = run.side.new_model(run.learned.pairs.left_dim)
     # A model that cannot be saved should fail before the training.
-    run.side.finished(original, run.clicked.trained_ids)
+    run.side.finished(original, run.trained_ids)
     # A given share may lie between the usual ones.
     shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
-    choice = _choose(run, original, shares, keep, resume)
+    choice, held_out = _choose(run, original, shares, keep, resume)
+    compared = dict(choice.compared)
+    if run.later is not None:
+        held_out, by_time = _measure_later(run, original, choice, resume)
+        compared |= by_time
+    gate = None
+    if require_gain is not None:
+        gate = Gate.of(require_gain, choice.compared if run.later is None else by_time)
+    share = choice.keep if gate is None or gate.passed else 1.0
     adapted, steps = copy.deepcopy(original), 0
     points: list[Interpolated] = []
-    if choice.keep < 1:
+    if share < 1:
         adapted, steps = _train_all(run, original, choice, resume)
     if tasks:
         points = score_interpolations(original, adapted, tasks, shares)
-    adapted.load_state_dict(interpolate(original, adapted, choice.keep))
-    compared = {**choice.compared, **_compare(points, tasks, choice.keep, run.side.documents)}
+    adapted.load_state_dict(interpolate(original, adapted, share))
+    compared |= _compare(points, tasks, share, run.side.documents)
     result = AdaptResult(
         folder=run.folder,
         model_folder=run.folder / "model",
-        keep=choice.keep,
+        keep=share,
         alpha=choice.alpha,
-        quality=quality_rows(compared),
-        forgetting=forgetting(points, choice.keep),
+        quality=_with_rocchio(quality_rows(compared), run.later, original),
+        forgetting=forgetting(points, share),
         facts={
             **_facts(run, choice, steps),
+            "original weights kept": share,
             "checksum of the index": _save(run, adapted),
             "chosen by": choice.reason,
         },
         finding=finding_of(choice),
         unmeasured=choice.unmeasured,
         query_modality=run.side.modality,
+        gate=gate,
     )
     # Every process returns the same result, but only one writes.
     if distributed.is_main():
-        write_adaptation(result, choice.curves, points)
+        examples = None if held_out is None else _examples(run, original, held_out)
+        write_adaptation(result, examples, choice.curves, points)
     return result
+
+
+class _HeldOut(NamedTuple):
+    """Held-out queries, a model that has not seen them, and the pairs that number them."""
+
+    evaluator: IndexEvaluator
+    model: DualEncoder
+    pairs: PairDataset
+
+
+def _measure_later(
+    run: _Run, original: DualEncoder, choice: Choice, resume: bool
+) -> tuple[_HeldOut, dict[str, Compared]]:
+    """Train on the earlier part of the log as chosen, and measure the queries of its last tenth."""
+    later = run.later
+    assert later is not None
+    adapted = copy.deepcopy(original)
+    if choice.keep < 1:
+        adapted, _ = _train_all(run, original, choice, resume, later.earlier, "earlier")
+    points = score_interpolations(original, adapted, later.tasks, sorted({choice.keep, 1.0}))
+    adapted.load_state_dict(interpolate(original, adapted, choice.keep))
+    compared = _compare(points, later.tasks, choice.keep, run.side.documents)
+    return _HeldOut(later.evaluator, adapted, later.later), compared
+
+
+def _with_rocchio(
+    rows: Sequence[Mapping[str, object]], later: LastTenth | None, original: DualEncoder
+) -> list[Mapping[str, object]]:
+    """Add to rows of the last tenth the scores of queries that are moved without training."""
+    if later is None:
+        return list(rows)
+    scores = scores_without_training(later, original)
+    return [
+        {**row, ROCCHIO: float(scores[task].mean())}
+        if (task := row["queries of"]) in scores
+        else row
+        for row in rows
+    ]
+
+
+def _examples(run: _Run, original: DualEncoder, held_out: _HeldOut) -> Table:
+    """Return the held-out queries whose results changed most."""
+    assert isinstance(held_out.pairs.left_items, Picked)
+    rows = held_out.pairs.left_items.positions
+    queries = run.asked.queries
+
+    def text(name: str) -> str:
+        row = int(rows[int(name)])
+        return queries.text(row) if queries.modality == "text" else f"query {row}"
+
+    snippet = snippets_of(run.side.source)
+    return changed_results(held_out.evaluator, original, held_out.model, text, snippet)
 
 
 def _choose(
     run: _Run, original: DualEncoder, shares: Sequence[float], keep: float | None, resume: bool
-) -> Choice:
-    """Train on every fold, and choose by the held-out queries of all."""
+) -> tuple[Choice, _HeldOut | None]:
+    """Train on every fold, and choose by the held-out queries of all.
+
+    Returns:
+        The choice; the held-out queries of the first fold, with its model as chosen.
+    """
     folds, documents = run.clicked.folds, run.side.documents
     if run.clicked.unmeasured is not None:
-        return unmeasured_choice(keep, run.clicked.unmeasured)
+        return unmeasured_choice(keep, run.clicked.unmeasured), None
     alphas = ALPHAS if run.side.trained in TOWERS else (DEFAULT_ALPHA,)
     trials: list[list[Trial]] = []
     groups: list[dict[str, Integers]] = []
+    first: dict[float, DualEncoder] = {}
     for number, fold in enumerate(folds):
         tasks = held_out_tasks(fold, documents)
         trials.append([])
@@ -317,10 +445,18 @@ def _choose(
             adapted, epochs = _train_fold(run, original, fold, alpha, name, resume)
             points = score_interpolations(original, adapted, tasks, shares)
             trials[-1].append(Trial(alpha, epochs, points))
+            if number == 0:
+                first[alpha] = adapted
         groups.append({task: first_documents(each, documents) for task, each in tasks.items()})
     choice = choose(HeldOut.of_folds(trials, groups), keep)
     # Rounding may differ by process, and all must make the same choice.
-    return distributed.broadcast_object(choice)
+    choice = distributed.broadcast_object(choice)
+    model = first[choice.alpha]
+    model.load_state_dict(interpolate(original, model, choice.keep))
+    held_out = folds[0].held_out
+    assert held_out is not None
+    evaluator = IndexEvaluator.of_pairs(held_out, documents)
+    return choice, _HeldOut(evaluator, model, held_out)
 
 
 def _name_of(alpha: float) -> str:
@@ -363,14 +499,19 @@ def _best_step(folder: Path, metric: str) -> int:
 
 
 def _train_all(
-    run: _Run, original: DualEncoder, choice: Choice, resume: bool
+    run: _Run,
+    original: DualEncoder,
+    choice: Choice,
+    resume: bool,
+    pairs: PairDataset | None = None,
+    name: str = "all",
 ) -> tuple[DualEncoder, int]:
     """Train on all pairs for as many passes as were best for the folds; return model and steps."""
-    pairs = run.clicked.pairs
+    pairs = run.learned.pairs if pairs is None else pairs
     epochs = run.epochs if choice.epochs is None else choice.epochs
     steps = max(1, round(epochs * len(pairs) / run.batch_size(pairs)))
     # Another choice is another training.
-    name = f"all-{_name_of(choice.alpha)}-{steps}"
+    name = f"{name}-{_name_of(choice.alpha)}-{steps}"
     trainer = _trainer(run, pairs, name, max_steps=steps)
     training = _fit(run, trainer, original, pairs, choice.alpha, None, resume)
     return load_model(training.model_folder, run.side.device), training.steps
@@ -462,7 +603,7 @@ def _save(run: _Run, adapted: DualEncoder) -> str:
     # Only one process reads the whole index again.
     if distributed.is_main():
         # The model remembers its documents, so that evaluations can separate new from known ones.
-        run.side.finished(adapted, run.clicked.trained_ids).save(run.folder / "model")
+        run.side.finished(adapted, run.trained_ids).save(run.folder / "model")
         after = fingerprint(run.side.source)
     after = distributed.broadcast_object(after)
     state = "the same" if after == run.checksum else "CHANGED"
@@ -478,9 +619,11 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
     return {
         "index": run.side.source,
         "documents": len(run.side.documents),
-        "queries from": run.clicks,
-        "pairs": len(run.clicked.pairs),
-        "documents in pairs": len(run.clicked.trained_ids),
+        "log": run.asked.finding,
+        **({"relevance": "; ".join(run.learned.findings)} if run.learned.findings else {}),
+        **({} if run.later is None else {f"{LATER} from": day_of(run.later.begins)}),
+        "pairs": len(run.learned.pairs),
+        "documents in pairs": len(run.trained_ids),
         "folds": len(run.clicked.folds),
         "trained": run.side.trained,
         "objective": (
@@ -488,6 +631,5 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
         ),
         "steps on all pairs": steps,
         "seed": run.settings.seed,
-        "original weights kept": choice.keep,
         "model": str(run.folder / "model"),
     }

@@ -137,8 +137,7 @@ def _described(model: ClickModel, pairs: PairDataset) -> list[str]:
     relevant = int((model.relevance > 0.5).sum())
     lines.append(
         f"{relevant:,} of {len(model.pairs):,} pairs shown are more likely relevant than not "
-        f"({model.moved:,} were seen at several positions); the {len(pairs):,} clicked ones are "
-        "weighted by that probability"
+        f"({model.moved:,} were seen at several positions); {len(pairs):,} of them were clicked"
     )
     return lines
 

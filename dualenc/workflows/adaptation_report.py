@@ -14,10 +14,13 @@ from dualenc.evaluation.report_page import Figure, Table
 from dualenc.types import Modality
 from dualenc.workflows.adaptation_choice import Choice, Compared
 from dualenc.workflows.adapting import Interpolated, harmless_share
+from dualenc.workflows.gate import Gate
 from dualenc.workflows.result_folder import write_results
 
 TASK = "adapt"
 SECOND = "second task"
+ROCCHIO = "Rocchio"
+"""Column with the scores of queries that are moved towards clicked documents, without training."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class AdaptResult:
         facts: settings and checksums as in the report.
         finding: whether adapting helps, in one line.
         unmeasured: why held-out queries cannot show the effect on new documents; None if they can.
-        query_modality: "text" or "vector".
+        query_modality: "text", "image" or "vector".
+        gate: whether held-out queries show the required gain; None if none is required.
     """
 
     folder: Path
@@ -54,6 +58,7 @@ class AdaptResult:
     finding: str
     unmeasured: str | None
     query_modality: Modality
+    gate: Gate | None = None
 
     def table(self) -> Table:
         """Return the quality as a table with a caption."""
@@ -136,13 +141,16 @@ def forgetting(points: Sequence[Interpolated], keep: float) -> list[str]:
     return notices
 
 
-def write_adaptation(result: AdaptResult, *curves: Sequence[Interpolated]) -> None:
+def write_adaptation(
+    result: AdaptResult, examples: Table | None, *curves: Sequence[Interpolated]
+) -> None:
     """Write metrics.json and report.html.
 
     The page draws each task over the share of the adapted weights, if matplotlib is installed.
 
     Args:
         result: what was adapted.
+        examples: held-out queries whose results changed most.
         curves: scores at each share of the original weights: of held-out queries, and of others.
     """
     # matplotlib is optional.
@@ -151,13 +159,16 @@ def write_adaptation(result: AdaptResult, *curves: Sequence[Interpolated]) -> No
     facts = {"finding": result.finding, **result.facts}
     if notices := result.notices():
         facts["forgetting"] = " ".join(notices)
+    metrics: dict[str, object] = {"quality": result.quality, "keep": result.keep}
+    if result.gate is not None:
+        metrics["gate"] = result.gate._asdict()
     write_results(
         result.folder,
         "Queries adapted to an index",
         TASK,
         facts,
-        {"quality": result.quality},
-        [result.table()],
+        metrics,
+        [result.table(), *([] if examples is None else [examples])],
         figures,
     )
 

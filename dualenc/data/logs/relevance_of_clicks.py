@@ -12,6 +12,9 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.types import Integers
 
+MIN_RELEVANCE = 0.5
+"""Probability of relevance above which a pair is trained."""
+
 
 def pairs_of(log: ClickLog, documents: Embeddings, model: ClickModel | None) -> PairDataset:
     """Return the weighted training pairs of a log.
@@ -21,8 +24,8 @@ def pairs_of(log: ClickLog, documents: Embeddings, model: ClickModel | None) -> 
 
     - grades that are relevance (judgements, scores of a teacher): as they are, the largest of a
       pair that is graded several times;
-    - with a click model: the probability of relevance, times the mean reward of the pair's clicked
-      showings where rewards differ;
+    - with a click model: 1 for pairs that are more likely relevant than not, and 0 for others,
+      times the mean reward of the pair's clicked showings where rewards differ;
     - without one, or with one that is `unidentified`: the number of sessions with an action, each
       with its largest reward, divided by the mean over the pairs.
 
@@ -68,10 +71,11 @@ def pairs_of(log: ClickLog, documents: Embeddings, model: ClickModel | None) -> 
 
 
 def _relevance(model: ClickModel, pairs: Integers) -> np.ndarray:
-    """Return the weight of each pair by its probability of relevance, (P,)."""
+    """Return 1 for each pair that is more likely relevant than not, and else 0, (P,)."""
     if not np.array_equal(model.pairs, pairs):
         raise DualencError("the click model is of another log", fix="fit it to this one")
-    return model.relevance
+    # As pairs and not as weights: many improbable pairs together would outweigh the probable ones.
+    return np.asarray(model.relevance > MIN_RELEVANCE, dtype=float)
 
 
 def _rewards_by_session(

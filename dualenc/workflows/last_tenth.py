@@ -1,0 +1,134 @@
+"""The last tenth of a log: queries that a model of the earlier part is measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dualenc.data.item_lists import Picked
+from dualenc.data.logs.click_model import ClickModel, KnownPropensities
+from dualenc.data.pairs import PairDataset
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders.dual import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.evaluation.feedback_queries import feedback_queries
+from dualenc.evaluation.metrics import score_queries
+from dualenc.evaluation.retrieval import divide_by_training, retrieve
+from dualenc.training.index_evaluator import IndexEvaluator
+from dualenc.types import Integers
+from dualenc.workflows.adaptation_choice import KNOWN, NEW
+from dualenc.workflows.adaptation_log import LearnedLog, divide_by_time, learn_log
+
+LATER = "last tenth"
+MAX_QUERIES = 1000
+"""Maximum number of queries in each part."""
+
+
+@dataclass(frozen=True, eq=False)
+class LastTenth:
+    """The earlier pairs of a log, and evaluators of the queries after them.
+
+        part = last_tenth(learned, documents)
+        print(part.begins, list(part.tasks))
+
+    Attributes:
+        earlier: pairs before the last tenth of the results lists.
+        later: pairs in it, whose left numbers are the ids of its queries.
+        evaluator: all later queries that are measured.
+        tasks: evaluators of later queries by task: those of documents without an earlier pair, and
+            the others.
+        begins: when the last tenth begins, in seconds since 1970.
+    """
+
+    earlier: PairDataset
+    later: PairDataset
+    evaluator: IndexEvaluator
+    tasks: Mapping[str, IndexEvaluator]
+    begins: float
+
+
+def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> LastTenth | None:
+    """Divide a log by time; None if it has no times, or a part without relevant pairs.
+
+    Args:
+        learned: the log and its click model, whose propensities both parts take.
+        documents: N vectors with ids.
+        seed: random seed of the queries that are measured, if there are many.
+    """
+    split = divide_by_time(learned.log)
+    if split is None:
+        return None
+    known = _propensities(learned.click_model)
+    try:
+        earlier, later = (
+            learn_log(part, documents, known).pairs for part in (split.earlier, split.later)
+        )
+    except DualencError:
+        # One of the parts has no relevant pair.
+        return None
+    evaluator = IndexEvaluator.of_pairs(later, documents)
+    trained_ids = [documents.ids[row] for row in np.unique(earlier.right_id).tolist()]
+    known_qrels, new_qrels = divide_by_training(evaluator.qrels, trained_ids)
+    draw = np.random.default_rng(seed)
+    tasks = {}
+    for part, qrels in ((NEW, new_qrels), (KNOWN, known_qrels)):
+        if qrels:
+            names = draw.permutation(list(qrels))[:MAX_QUERIES].tolist()
+            tasks[f"{LATER}: {part}"] = evaluator.among(names)
+    measured = evaluator.among([name for each in tasks.values() for name in each.qrels])
+    return LastTenth(earlier, later, measured, tasks, split.begins)
+
+
+def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str, np.ndarray]:
+    """Return nDCG@10 of later queries that are moved towards what was clicked for them before.
+
+    Counterfactual Rocchio, see `feedback_queries`: what a log gives without any training. Queries
+    that did not occur earlier stay as they are.
+
+    Args:
+        part: the last tenth.
+        original: model before training.
+
+    Returns:
+        (Q,) scores of each task.
+    """
+    earlier_rows, later_rows = _log_rows(part.earlier), _log_rows(part.later)
+    weights = part.earlier.weights
+    if weights is None:
+        weights = np.ones(len(part.earlier))
+    found = {}
+    for task, evaluator in part.tasks.items():
+        embedded = evaluator.embed(original, "left", evaluator.queries, "queries")
+        place = {int(later_rows[int(name)]): row for row, name in enumerate(embedded.ids)}
+        pair_rows = earlier_rows[part.earlier.left_id].tolist()
+        own = np.array([place.get(row, -1) for row in pair_rows])  # (M,)
+        used = own >= 0
+        documents = evaluator.documents
+        moved = feedback_queries(
+            np.asarray(embedded.vectors, np.float32),
+            documents.vectors,
+            own[used],
+            part.earlier.right_id[used],
+            weights[used],
+        )
+        run = retrieve(embedded.ids, moved, documents.ids, documents.vectors, qrels=evaluator.qrels)
+        scores = score_queries(evaluator.qrels, run)
+        found[task] = np.array([scores[name][evaluator.primary] for name in scores])
+    return found
+
+
+def _log_rows(pairs: PairDataset) -> Integers:
+    """Return the row in the log of each left item of `pairs_of`."""
+    assert isinstance(pairs.left_items, Picked)
+    return pairs.left_items.positions
+
+
+def _propensities(model: ClickModel | None) -> KnownPropensities | None:
+    """Return the parameters of a fitted click model; None if clicks are counted."""
+    if model is None or model.unidentified is not None:
+        return None
+    # No showing is at a position without an estimate.
+    theta: Sequence[float] = np.where(np.isfinite(model.theta), model.theta, 1e-3).tolist()
+    return KnownPropensities(tuple(theta), model.click_relevant, model.click_irrelevant)
