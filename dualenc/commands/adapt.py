@@ -24,8 +24,8 @@ class AdaptOptions:
     Args:
         train: what is trained: a perceptron or a linear map of the query vectors (seconds),
             adapters of the text model (lora) or all of it (minutes).
-        epochs: maximum number of passes over the pairs; training ends earlier if held-out queries
-            do not improve. By default 12 for a map, 3 for a text model.
+        epochs: number of passes over the pairs; by default 12 for a map, 3 for a text model, whose
+            training, as any on over 5,000 pairs, ends earlier if held-out queries do not improve.
         batch_size: queries in a step.
         learning_rate: learning rate; by default 1e-3 for a map, 2e-4 (lora) or 2e-5 (all).
         temperature: temperature τ of the softmax over all documents.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 
@@ -83,7 +83,7 @@ PATIENCE = 3
 EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
 FOLDS = 5
 MANY_PAIRS = 5000
-"""From so many pairs on, two folds hold enough queries out."""
+"""With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 ALPHAS = (math.inf, DEFAULT_ALPHA)
 """Weights of documents to choose from, see `Choice.alpha`."""
 LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
@@ -139,7 +139,9 @@ def adapt(
         out: folder to write: model, training, metrics.json, report.html.
         train: what is trained: a "perceptron" or "linear" map of query vectors (seconds), adapters
             of the text model ("lora") or "all" of it (minutes).
-        epochs: maximum number of passes over the pairs; None takes 12 for a map, 3 for a model.
+        epochs: number of passes over the pairs; None takes 12 for a map, 3 for a model. Trainings
+            of a text model, or on more than 5,000 pairs, end earlier if held-out queries do not
+            improve.
         batch_size: number of queries in a step.
         learning_rate: None takes 1e-3 for a map, 2e-4 for "lora", 2e-5 for "all".
         temperature: temperature τ of the softmax over all documents.
@@ -442,9 +444,9 @@ def _choose(
         trials.append([])
         for alpha in alphas:
             name = f"fold-{number}-{_name_of(alpha)}"
-            adapted, epochs = _train_fold(run, original, fold, alpha, name, resume)
+            adapted, steps = _train_fold(run, original, fold, alpha, name, resume)
             points = score_interpolations(original, adapted, tasks, shares)
-            trials[-1].append(Trial(alpha, epochs, points))
+            trials[-1].append(Trial(alpha, steps, points))
             if number == 0:
                 first[alpha] = adapted
         groups.append({task: first_documents(each, documents) for task, each in tasks.items()})
@@ -466,28 +468,29 @@ def _name_of(alpha: float) -> str:
 
 def _train_fold(
     run: _Run, original: DualEncoder, fold: DocumentSplit, alpha: float, name: str, resume: bool
-) -> tuple[DualEncoder, float]:
-    """Train on a fold until its held-out queries do not improve.
+) -> tuple[DualEncoder, int]:
+    """Train on a fold; return the model, and the number of its steps.
 
-    Returns:
-        The best model; the number of passes over the pairs after which it was the best.
+    A text model, or a map of many pairs, is trained until held-out queries do not improve, and the
+    best weights count. With few pairs that end would be chance; the share of the original weights
+    does as well.
     """
     assert fold.held_out is not None
     pairs = fold.train
     batch_size = run.batch_size(pairs)
-    trainer = _trainer(
-        run,
-        pairs,
-        name,
-        epochs=run.epochs,
-        # Once per epoch.
-        evaluate_every=max(1, len(pairs) // batch_size),
-        patience=PATIENCE,
-    )
+    # An epoch leaves out what fills no batch, which of few pairs may be half of them.
+    steps = max(1, round(run.epochs * len(pairs) / batch_size))
+    if run.side.trained in TOWERS and len(run.clicked.pairs) <= MANY_PAIRS:
+        training = _fit(run, _trainer(run, pairs, name, steps), original, pairs, alpha, resume)
+        return load_model(training.model_folder, run.side.device), steps
+    trainer = _trainer(run, pairs, name, steps)
+    # Once per epoch.
+    trainer.evaluate_every = max(1, len(pairs) // batch_size)
+    trainer.patience = PATIENCE
     evaluator = IndexEvaluator.of_pairs(fold.held_out, run.side.documents)
-    training = _fit(run, trainer, original, pairs, alpha, evaluator, resume)
-    step = distributed.from_main(partial(_best_step, Path(trainer.output), evaluator.primary))
-    return load_model(training.model_folder, run.side.device), step * batch_size / len(pairs)
+    training = _fit(run, trainer, original, pairs, alpha, resume, evaluator)
+    best = distributed.from_main(partial(_best_step, Path(trainer.output), evaluator.primary))
+    return load_model(training.model_folder, run.side.device), best
 
 
 def _best_step(folder: Path, metric: str) -> int:
@@ -506,31 +509,36 @@ def _train_all(
     pairs: PairDataset | None = None,
     name: str = "all",
 ) -> tuple[DualEncoder, int]:
-    """Train on all pairs for as many passes as were best for the folds; return model and steps."""
+    """Train on all pairs for as many steps as the folds; return the model and its steps.
+
+    More steps, as the larger number of pairs suggests, would go further from the original than
+    what was measured.
+    """
     pairs = run.learned.pairs if pairs is None else pairs
-    epochs = run.epochs if choice.epochs is None else choice.epochs
-    steps = max(1, round(epochs * len(pairs) / run.batch_size(pairs)))
+    steps = choice.steps
+    if steps is None:
+        steps = max(1, round(run.epochs * len(pairs) / run.batch_size(pairs)))
     # Another choice is another training.
     name = f"{name}-{_name_of(choice.alpha)}-{steps}"
-    trainer = _trainer(run, pairs, name, max_steps=steps)
-    training = _fit(run, trainer, original, pairs, choice.alpha, None, resume)
+    trainer = _trainer(run, pairs, name, steps)
+    training = _fit(run, trainer, original, pairs, choice.alpha, resume)
     return load_model(training.model_folder, run.side.device), training.steps
 
 
-def _trainer(run: _Run, pairs: PairDataset, name: str, **length: Any) -> Trainer:
-    """Return a trainer of a fold or of all pairs, with `length` as its further settings."""
+def _trainer(run: _Run, pairs: PairDataset, name: str, steps: int) -> Trainer:
+    """Return a trainer of a fold or of all pairs."""
     trained, settings = run.side.trained, run.settings
     rate = settings.learning_rate
     return Trainer(
         output=run.folder / "training" / name,
         batch_size=run.batch_size(pairs),
+        max_steps=steps,
         # Not `or`: the trainer should refuse 0.
         learning_rate=LEARNING_RATES[trained] if rate is None else rate,
         # Maps are too small to gain from half precision.
         mixed_precision="no" if trained in TOWERS else "auto",
         seed=settings.seed,
         progress=run.side.progress,
-        **length,
     )
 
 
@@ -540,8 +548,8 @@ def _fit(
     original: DualEncoder,
     pairs: PairDataset,
     alpha: float,
-    evaluator: IndexEvaluator | None,
     resume: bool,
+    evaluator: IndexEvaluator | None = None,
 ) -> TrainingResult:
     """Train a copy of the original; a finished training is only read."""
     weights = None

@@ -28,12 +28,12 @@ class Trial(NamedTuple):
 
     Attributes:
         alpha: clicks that are added to those of every document; inf weighs all alike.
-        epochs: number of epochs with the best mean score of the fold's held-out queries.
+        steps: number of steps of the training, or of its best weights.
         points: scores of the fold's held-out queries, by task, at each share.
     """
 
     alpha: float
-    epochs: float
+    steps: int
     points: Sequence[Interpolated]
 
 
@@ -47,7 +47,7 @@ class HeldOut:
     Attributes:
         alphas: (A,) values of α.
         shares: (S,) ascending shares of the original weights; the last is 1.
-        epochs: (A,) mean number of epochs of the best scores.
+        steps: (A,) mean number of steps of the folds.
         is_new: (Q,) True for queries whose documents were in no training pair of their fold.
         document: (Q,) row of each query's first document.
         part: (Q,) fold of each query; of a single fold, one of two halves by document.
@@ -56,7 +56,7 @@ class HeldOut:
 
     alphas: Vectors
     shares: Vectors
-    epochs: Vectors
+    steps: Vectors
     is_new: np.ndarray
     document: Integers
     part: Integers
@@ -89,7 +89,7 @@ class HeldOut:
         return cls(
             np.array([trial.alpha for trial in first]),
             np.array([point.keep for point in first[0].points]),
-            np.array([[trial.epochs for trial in trials] for trials in folds]).mean(axis=0),
+            np.array([[trial.steps for trial in trials] for trials in folds]).mean(axis=0),
             np.concatenate(is_new),
             pooled,
             parts,
@@ -128,12 +128,12 @@ class Choice:
     """What was chosen for the final training, and how good such choices are.
 
         choice = choose(held_out)
-        print(choice.alpha, choice.keep, choice.epochs)
+        print(choice.alpha, choice.keep, choice.steps)
 
     Attributes:
         alpha: clicks that are added to those of every document; inf weighs all alike.
         keep: share of the original weights, from 0 to 1.
-        epochs: number of epochs of the final training; None for the maximum.
+        steps: number of steps of the final training; None for the maximum.
         compared: held-out scores by task. Those of each fold are at the choice that the other
             folds make, so that they are not the numbers that chose.
         curves: mean held-out scores by task at each share, at the chosen α.
@@ -143,7 +143,7 @@ class Choice:
 
     alpha: float
     keep: float
-    epochs: float | None
+    steps: int | None
     compared: Mapping[str, Compared]
     curves: Sequence[Interpolated]
     reason: str
@@ -153,12 +153,14 @@ class Choice:
 def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
     """Choose α and the share of the original weights by the held-out queries of all folds.
 
-    The choice has the best mean score over all queries among those that do not lower the mean
-    score of new documents, see `_pick`. Each fold is also scored at the choice that the other
-    folds make: these scores are of queries that had no part in the choice.
+    The choice has the best mean score over all queries among those whose mean score of new
+    documents is not below the original's, and within one standard error of the best one (the rule
+    of Breiman et al. 1984, section 3.4.3). Standard errors are over documents. Each fold is also
+    scored at the choice that the other folds make: these scores are of queries that had no part in
+    the choice.
 
     Where the queries of new documents name fewer than 30 documents, halfway to the original with
-    α = 0.1 is taken if it lowers no mean score, or else the original.
+    α = 0.1 is taken if it does not lower the mean score of seen documents, or else the original.
 
     Args:
         held_out: scores of all choices.
@@ -186,7 +188,7 @@ def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
     return Choice(
         float(held_out.alphas[alpha]),
         chosen_share,
-        float(held_out.epochs[alpha]),
+        max(1, round(float(held_out.steps[alpha]))),
         compared,
         curves,
         _reason(keep, chosen_share, is_measured),
@@ -194,17 +196,16 @@ def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
     )
 
 
-def unmeasured_choice(keep: float | None, reason: str, epochs: float | None = None) -> Choice:
+def unmeasured_choice(keep: float | None, reason: str) -> Choice:
     """Return the choice without any held-out query: the original, unless a share is given.
 
     Args:
         keep: share that is given; None takes the original.
         reason: why no query was held out.
-        epochs: number of epochs of the final training; None for the maximum.
     """
     how = f"default: the original, since {reason}" if keep is None else "--keep"
     share = 1.0 if keep is None else keep
-    return Choice(DEFAULT_ALPHA, share, epochs, {}, [], how, reason)
+    return Choice(DEFAULT_ALPHA, share, None, {}, [], how, reason)
 
 
 def _pick(
@@ -220,22 +221,42 @@ def _pick(
         share = int(np.flatnonzero(held_out.shares == keep)[0])
         if not rows.any():
             return default, share
-        # Round, so that differences by summation order decide nothing.
-        return int(np.argmax(gains[:, share].mean(axis=-1).round(6))), share
+        return int(np.argmax(_means(gains[:, share]))), share
     if not is_measured:
         halfway = int(np.flatnonzero(held_out.shares == DEFAULT_SHARE)[0])
-        tasks = [gains[default, halfway, part] for part in (is_new, ~is_new) if part.any()]
-        harms = not tasks or any(own.mean() < 0 for own in tasks)
-        return default, original if harms else halfway
+        # Seen documents, or all that was measured.
+        own = gains[default, halfway, ~is_new if (~is_new).any() else is_new]
+        return default, halfway if len(own) and own.mean() >= 0 else original
     if not is_new.any():
         return default, original
-    means = gains.mean(axis=-1).round(6)
-    # Keep what harms new documents out: most documents of an index are in no click.
-    means[gains[:, :, is_new].mean(axis=-1).round(6) < 0] = -math.inf
+    # Most documents of an index are in no click, so new documents come first.
+    of_new = gains[:, :, is_new]
+    best = np.unravel_index(_means(of_new).argmax(), of_new.shape[:2])
+    behind = of_new[best] - of_new
+    error = _standard_errors(behind, held_out.document[rows][is_new])
+    is_allowed = (_means(of_new) >= 0) & (behind.mean(axis=-1) <= error + 1e-9)
+    means = np.where(is_allowed, _means(gains), -math.inf)
     # The last of equals: the largest share.
     flat = np.flatnonzero(means.T.ravel() == means.max())[-1]
     share, alpha = divmod(int(flat), len(held_out.alphas))
     return alpha, share
+
+
+def _means(values: np.ndarray) -> np.ndarray:
+    """Return means over the last axis, rounded: differences by summation order decide nothing."""
+    return values.mean(axis=-1).round(6)
+
+
+def _standard_errors(values: np.ndarray, groups: Integers) -> np.ndarray:
+    """Return the standard error of the mean over the last axis (Q,), for queries in groups (Q,).
+
+    Queries of a group may be alike in any way (Liang and Zeger 1986, Biometrika 73(1)).
+    """
+    number = np.unique(groups, return_inverse=True)[1]
+    indicators = np.eye(number.max() + 1)[number]  # (Q, groups)
+    sums = (values - values.mean(axis=-1, keepdims=True)) @ indicators
+    errors: np.ndarray = np.sqrt(np.square(sums).sum(axis=-1)) / values.shape[-1]
+    return errors
 
 
 def _reason(keep: float | None, share: float, is_measured: bool) -> str:
@@ -245,5 +266,5 @@ def _reason(keep: float | None, share: float, is_measured: bool) -> str:
     if is_measured:
         return "held-out queries; the numbers of each fold are at the choice of the others"
     if share == 1:
-        return "default: the original, since halfway lowers the mean of held-out queries"
-    return "default: halfway, which lowers no mean of held-out queries"
+        return "default: the original, since halfway lowers the mean of documents in training"
+    return "default: halfway, which does not lower the mean of documents in training"
