@@ -156,10 +156,23 @@ def test_positions_have_to_be_connected_by_pairs() -> None:
     position = np.tile([1, 2, 3, 4, 1, 2, 3, 4], 50)
     clicked = np.random.default_rng(0).random(400) < 0.5
     model = fit_click_model(query, document, position, clicked)
-    assert "some positions share no pair" in str(model.unidentified)
-    assert model.moved == 200
+    assert "connect only positions with 50% of the showings" in str(model.unidentified)
     document[:8] = [1, 2, 0, 3, 1, 0, 3, 2]
     assert fit_click_model(query, document, position, clicked).unidentified is None
+
+
+def test_few_showings_at_positions_that_nothing_connects_are_not_used() -> None:
+    log = simulate(300, depth=4)
+    whole = fit_click_model(*log[:4])
+    more = [
+        np.concatenate([log.query, [0, 1]]),
+        np.concatenate([log.document, [70, 71]]),
+        np.concatenate([log.position, [9, 9]]),
+        np.concatenate([log.clicked, [True, False]]),
+    ]
+    model = fit_click_model(*more)
+    assert model.unidentified is None
+    assert model.theta == pytest.approx(whole.theta, rel=1e-3)
 
 
 @pytest.mark.parametrize(

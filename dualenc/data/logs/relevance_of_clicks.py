@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dualenc.data.item_lists import Picked, VectorItems
+from dualenc.data.logs.click_counts import distinct_pairs
 from dualenc.data.logs.click_log import ClickLog
-from dualenc.data.logs.click_model import ClickModel, distinct_pairs
+from dualenc.data.logs.click_model import ClickModel
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
