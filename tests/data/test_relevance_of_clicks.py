@@ -84,24 +84,33 @@ def known_model(log: ClickLog) -> ClickModel:
     return fit_click_model(log.query, log.document, log.position, log.reward > 0, known=known)
 
 
-def test_weight_is_the_posterior_times_the_mean_reward() -> None:
-    log = log_of(ROWS)
+def test_pairs_that_are_likely_relevant_count_with_their_mean_reward() -> None:
+    # A click that is as likely by chance: shown four times at the first position, clicked once.
+    rows = [*ROWS, *((3, 0, session, 1, float(session == 10)) for session in range(10, 14))]
+    log = log_of(rows)
     model = known_model(log)
     relevance = dict(zip(map(tuple, model.pairs.tolist()), model.relevance, strict=True))
+    assert relevance[3, 0] < 0.5
     mean_reward = {(0, 0): 1.0, (0, 1): 5.0, (2, 3): 1.5}
     expected = {
-        (f"query {query}", document): pytest.approx(relevance[query, document] * reward)
+        (f"query {query}", document): pytest.approx(reward)
         for (query, document), reward in mean_reward.items()
+        if relevance[query, document] > 0.5
     }
+    assert len(expected) >= 2
     assert weights_of(pairs_of(log, DOCUMENTS, model)) == expected
 
 
 def test_equal_rewards_do_not_count() -> None:
     rows = [(*row[:4], 7.0 * (row[4] > 0)) for row in ROWS]
     log = log_of(rows)
-    model = known_model(log)
-    pairs = pairs_of(log, DOCUMENTS, model)
-    assert pairs.weights == pytest.approx(model.relevance[[0, 1, 3]])
+    assert set(weights_of(pairs_of(log, DOCUMENTS, known_model(log))).values()) == {1.0}
+
+
+def test_clicks_that_are_likely_chance_are_refused() -> None:
+    log = log_of([(0, 0, session, 1, float(session == 0)) for session in range(9)])
+    with pytest.raises(DualencError, match="more likely relevant than not"):
+        pairs_of(log, DOCUMENTS, known_model(log))
 
 
 def test_grades_are_weights_as_they_are() -> None:
@@ -121,7 +130,6 @@ def test_log_without_relevance_is_refused_in_one_line() -> None:
     with pytest.raises(DualencError, match="no document has a click"):
         pairs_of(log, DOCUMENTS, None)
     draw = np.random.default_rng(0)
-    rows = [(0, document, 0, 1 + document, 0.0) for document in range(4)]
     rows = [
         (query, document, session, 1 + (document + session) % 4, float(draw.random() < 0.3))
         for query in range(3)
