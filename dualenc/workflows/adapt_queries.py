@@ -16,7 +16,6 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data.document_splits import DocumentSplit
-from dualenc.data.item_lists import Picked
 from dualenc.data.logs.click_log import ClickLog
 from dualenc.data.logs.click_model import KnownPropensities
 from dualenc.data.pairs import PairDataset
@@ -71,7 +70,13 @@ from dualenc.workflows.adapting import (
 )
 from dualenc.workflows.changed_results import changed_results, snippets_of
 from dualenc.workflows.gate import Gate
-from dualenc.workflows.last_tenth import LATER, LastTenth, last_tenth, scores_without_training
+from dualenc.workflows.last_tenth import (
+    LATER,
+    LastTenth,
+    last_tenth,
+    rows_of_queries,
+    scores_without_training,
+)
 from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
 
@@ -412,12 +417,11 @@ def _with_rocchio(
 
 def _examples(run: _Run, original: DualEncoder, held_out: _HeldOut) -> Table:
     """Return the held-out queries whose results changed most."""
-    assert isinstance(held_out.pairs.left_items, Picked)
-    rows = held_out.pairs.left_items.positions
+    rows = rows_of_queries(held_out.pairs)
     queries = run.asked.queries
 
     def text(name: str) -> str:
-        row = int(rows[int(name)])
+        row = rows[name]
         return queries.text(row) if queries.modality == "text" else f"query {row}"
 
     snippet = snippets_of(run.side.source)

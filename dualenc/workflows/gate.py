@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualenc.errors import DualencError
+from dualenc.errors import BelowTarget
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.workflows.adaptation_choice import Compared
 
@@ -53,7 +53,7 @@ class Gate(NamedTuple):
         """Raise unless the gate was passed.
 
         Raises:
-            DualencError: held-out queries do not show the gain.
+            BelowTarget: held-out queries do not show the gain.
         """
         if self.passed:
             return
@@ -63,7 +63,7 @@ class Gate(NamedTuple):
                 f"{self.queries:,} held-out queries show a gain of {self.gain:+.3f} "
                 f"[{self.low:+.3f}, {self.high:+.3f}]"
             )
-        raise DualencError(
+        raise BelowTarget(
             f"the gate is not passed, and the model is the original: {shown}, and --require-gain "
             f"is {self.required:g}",
             fix="collect more clicks, or require less",

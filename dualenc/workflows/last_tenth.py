@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dualenc.data.corpus import used_items
 from dualenc.data.item_lists import Picked
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities
 from dualenc.data.pairs import PairDataset
@@ -35,7 +36,7 @@ class LastTenth:
 
     Attributes:
         earlier: pairs before the last tenth of the results lists.
-        later: pairs in it, whose left numbers are the ids of its queries.
+        later: pairs in it.
         evaluator: all later queries that are measured.
         tasks: evaluators of later queries by task: those of documents without an earlier pair, and
             the others.
@@ -94,14 +95,14 @@ def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str,
     Returns:
         (Q,) scores of each task.
     """
-    earlier_rows, later_rows = _log_rows(part.earlier), _log_rows(part.later)
+    earlier_rows, later_rows = _log_rows(part.earlier), rows_of_queries(part.later)
     weights = part.earlier.weights
     if weights is None:
         weights = np.ones(len(part.earlier))
     found = {}
     for task, evaluator in part.tasks.items():
         embedded = evaluator.embed(original, "left", evaluator.queries, "queries")
-        place = {int(later_rows[int(name)]): row for row, name in enumerate(embedded.ids)}
+        place = {later_rows[name]: row for row, name in enumerate(embedded.ids)}
         pair_rows = earlier_rows[part.earlier.left_id].tolist()
         own = np.array([place.get(row, -1) for row in pair_rows])  # (M,)
         used = own >= 0
@@ -117,6 +118,17 @@ def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str,
         scores = score_queries(evaluator.qrels, run)
         found[task] = np.array([scores[name][evaluator.primary] for name in scores])
     return found
+
+
+def rows_of_queries(pairs: PairDataset) -> dict[str, int]:
+    """Return the row in the log of each query of `IndexEvaluator.of_pairs`, by its id.
+
+    Args:
+        pairs: pairs of `pairs_of`, or a part of them.
+    """
+    queries, number = used_items(pairs, "left")
+    rows = _log_rows(pairs)[pairs.left_id].tolist()
+    return dict(zip([queries.ids[own] for own in number.tolist()], rows, strict=True))
 
 
 def _log_rows(pairs: PairDataset) -> Integers:

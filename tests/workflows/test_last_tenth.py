@@ -1,0 +1,61 @@
+"""The last tenth of a log against a log whose parts are known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dualenc.data import Corpus
+from dualenc.data.item_lists import VectorItems
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders import VectorEncoder
+from dualenc.io.provenance import Provenance
+from dualenc.workflows.adaptation_log import LearnedLog, learn_log, read_log
+from dualenc.workflows.last_tenth import last_tenth, scores_without_training
+
+N = 20
+
+
+@pytest.fixture
+def documents() -> Embeddings:
+    return Embeddings([f"d{row}" for row in range(N)], np.eye(N, dtype=np.float32), Provenance())
+
+
+def learned(path: Path, rows: list[tuple[str, str, int]], documents: Embeddings) -> LearnedLog:
+    """Write clicks with times, and return the log with vectors in place of texts."""
+    lines = [f"{query},{document},{1_700_000_000 + 60 * time}" for query, document, time in rows]
+    path.write_text("\n".join(["query,doc_id,timestamp", *lines]) + "\n")
+    log = read_log(path, documents, columns={})
+    random = np.random.default_rng(0).normal(size=(len(log.queries), N)).astype(np.float32)
+    queries = Corpus(log.queries.ids, VectorItems(random), "vector")
+    return learn_log(replace(log, queries=queries), documents)
+
+
+def test_queries_of_the_last_tenth_are_new_or_known(tmp_path: Path, documents: Embeddings) -> None:
+    rows = [(f"query {time}", f"d{time % 10}", time) for time in range(18)]
+    rows += [("query 3", "d3", 18), ("later", "d15", 19)]
+    part = last_tenth(learned(tmp_path / "log.csv", rows, documents), documents)
+    assert part is not None
+    assert part.begins == 1_700_000_000 + 60 * 18
+    assert len(part.earlier) == 18
+    judged = {task: list(each.qrels.values()) for task, each in part.tasks.items()}
+    assert judged == {
+        "last tenth: new documents": [{"d15": 1}],
+        "last tenth: documents in training": [{"d3": 1}],
+    }
+    # "query 3" was clicked before, so its document comes first; "later" stays as it is.
+    model = VectorEncoder(N, tower="linear", right_tower="identity").eval()
+    scores = scores_without_training(part, model)
+    assert scores["last tenth: documents in training"].tolist() == [1.0]
+    new = part.tasks["last tenth: new documents"]
+    original = [row[new.primary] for row in new.per_query(model).values()]
+    assert scores["last tenth: new documents"].tolist() == original
+
+
+def test_without_times_there_is_no_last_tenth(tmp_path: Path, documents: Embeddings) -> None:
+    (tmp_path / "log.csv").write_text("query,doc_id\na,d1\nb,d2\n")
+    log = read_log(tmp_path / "log.csv", documents, columns={})
+    assert last_tenth(learn_log(log, documents), documents) is None
