@@ -270,7 +270,7 @@ def _check_output(folder: Path, resume: bool) -> None:
     # An interrupted run has its work folder, which is made first and removed last.
     check_result_folder(folder, TASK, "adaptation", lambda path: (path / WORK).is_dir())
     # Training again would replace a model that took hours: only an explicit --resume goes on.
-    if (folder / "training").exists() and not resume:
+    if not resume and any((folder / name).exists() for name in ("training", "model")):
         raise DualencError(
             "holds an adaptation, finished or not",
             fix="continue it with --resume, or choose another --out",

@@ -8,6 +8,7 @@ import hashlib
 import json
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_numbers_are_those_of_an_evaluation(shop: Path, tmp_path: Path, toy_text
     assert seen["adapted"] == pytest.approx(np.mean(gains), abs=2e-3)
 
 
-@pytest.mark.parametrize("part", ["fold-0-alpha-0.1", "all-alpha-0.1-16"])
+@pytest.mark.parametrize("part", ["fold-0-", "all-"])
 def test_an_interrupted_training_goes_on(
     shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
@@ -250,7 +251,7 @@ def test_an_interrupted_training_goes_on(
     def interrupted(self: Loop) -> None:
         after_step(self)
         steps.append(Path(self.output).name)
-        if steps[-1] == part and self.steps == 7:
+        if steps[-1].startswith(part) and self.steps == 7:
             self.checkpoints.save(self.steps, self.state_dict())
             raise RuntimeError("the power is gone")
 
@@ -258,10 +259,11 @@ def test_an_interrupted_training_goes_on(
         patched.setattr(Loop, "_after_step", interrupted)
         with pytest.raises(RuntimeError, match="power"):
             run(*words, "--out", tmp_path / "cut", "--debug")
-        first, part = part, ""
-        steps.clear()
+        part = "nothing"
         run(*words, "--out", tmp_path / "cut", "--resume")
-    assert steps.count("fold-0-alpha-0.1") == (9 if first.startswith("fold") else 0)
+    # No step is made twice: all pairs are trained on for as many steps as the fold.
+    of_fold, of_all = Counter(steps).values()
+    assert of_fold == of_all
     whole = load_model(tmp_path / "whole" / "model").state_dict()
     for name, weight in load_model(tmp_path / "cut" / "model").state_dict().items():
         assert torch.equal(weight, whole[name]), name
