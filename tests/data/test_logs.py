@@ -211,6 +211,18 @@ def test_a_user_is_no_session_where_rows_are_clicks(tmp_path: Path, documents: E
     assert len(open_log(path, documents, columns=LogColumns(session="user_id"))) == 1
 
 
+def test_rows_without_a_session_are_lists_of_their_own(
+    tmp_path: Path, documents: Embeddings
+) -> None:
+    rows = [["", "lawn", "d0"], ["", "lawn", "d0"], ["s", "lawn", "d0"], ["s", "lawn", "d0"]]
+    for form in ("csv", "parquet"):
+        frame = pd.DataFrame(rows, columns=["session_id", "query", "doc_id"]).replace("", None)
+        path = tmp_path / f"x.{form}"
+        frame.to_csv(path, index=False) if form == "csv" else frame.to_parquet(path)
+        log = open_log(path, documents)
+        assert log.session.tolist() == [0, 1, 2]
+
+
 def test_query_ids_are_sessions_if_a_query_has_several(
     tmp_path: Path, documents: Embeddings
 ) -> None:

@@ -53,6 +53,7 @@ def test_row_numbers_are_never_ids_where_another_column_fits(tmp_path: Path) -> 
     assert clicked(path) == [("lawn", 3, 1), ("lawn", 2, 1), ("cut", 1, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["jsonl", "csv", "parquet", "saved"])
 @pytest.mark.parametrize(
     ("name", "yes", "no"),

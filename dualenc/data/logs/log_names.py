@@ -45,7 +45,7 @@ POSITION = (
 )
 RESULTS_LIST = (
     *("search_id", "request_id", "impression_id", "serp_id", "list_id", "results_id"),
-    *("query_response_id", "searchid", "requestid"),
+    *("query_response_id", "searchid", "requestid", "srch_id"),
 )
 """Columns that name one results list."""
 SESSION = ("session_id", "session", "sid", "sessionid", "visit_id", "visit")

@@ -54,9 +54,13 @@ class LogPart:
     def finding(self) -> str:
         """Return what was read, in one line."""
         num_clicks = int((self.reward > 0).sum())
-        kind = "relevant pairs" if self.grades_are_relevance else "clicks"
-        num_queries = len(np.unique(self.query))
-        parts = [f"{self.rows:,} rows", f"{num_queries:,} queries", f"{num_clicks:,} {kind}"]
+        parts = [
+            _counted(self.rows, "row", "rows"),
+            _counted(len(np.unique(self.query)), "query", "queries"),
+            _counted(num_clicks, "relevant pair", "relevant pairs")
+            if self.grades_are_relevance
+            else _counted(num_clicks, "click", "clicks"),
+        ]
         known = self.position[self.position > 0]
         if len(known):
             parts.append(f"positions {known.min()}–{known.max()}")
@@ -66,9 +70,12 @@ class LogPart:
         text = f"read as {self.shape}: {', '.join(parts)}"
         number = len(self.missing)
         if number:
-            are = "documents are" if number > 1 else "document is"
-            text += f"; {number:,} {are} not in the index"
+            text += f"; {_counted(number, 'document is', 'documents are')} not in the index"
         return "; ".join([text, *self.notes])
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number:,} {one if number == 1 else several}"
 
 
 def _day(seconds: float) -> str:

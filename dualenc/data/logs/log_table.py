@@ -182,9 +182,15 @@ def read_numbers(table: DataTable, name: str) -> tuple[np.ndarray, Column]:
 
 
 def codes_of(array: pa.ChunkedArray) -> Integers:
-    """Return a number for each value (n,), equal for equal values; -1 for missing ones."""
+    """Return a number for each value (n,), equal for equal values; -1 for missing or blank ones."""
     codes = array.dictionary_encode().combine_chunks()
-    return codes.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    values = codes.dictionary
+    numbers = codes.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    if is_type(values.type, "string", "large_string"):
+        # csv writes a missing value as a blank one.
+        blank = pc.equal(pc.utf8_trim_whitespace(values), "").to_numpy(zero_copy_only=False)
+        numbers[np.isin(numbers, np.flatnonzero(blank))] = -1
+    return numbers
 
 
 def number_queries(left: ItemColumn, rows: Integers) -> tuple[Items, Integers]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 
 import numpy as np
 import pyarrow as pa
@@ -67,7 +68,7 @@ def _of_numbers(numbers: np.ndarray) -> tuple[np.ndarray, str] | None:
     middle = float(np.median(known))
     if known.min() >= _FIRST_DAY and known.max() <= _LAST_DAY and (known % 1 == 0).all():
         days = pa.array([None if day != day else f"{day:.0f}" for day in numbers.tolist()])
-        return _of_texts(days, "%Y%m%d", "days (YYYYMMDD)")
+        return _of_texts(days, "days (YYYYMMDD)")
     if middle < _LEAST_SECONDS:
         return None
     for limit, name, factor in _UNITS:
@@ -77,15 +78,18 @@ def _of_numbers(numbers: np.ndarray) -> tuple[np.ndarray, str] | None:
 
 
 def _of_texts(
-    texts: pa.Array, form: str = "ISO8601", name: str = "ISO times in UTC where none is given"
+    texts: pa.Array, name: str = "ISO times in UTC where none is given"
 ) -> tuple[np.ndarray, str] | None:
-    import pandas
-
-    values = texts.to_pandas()
-    parsed = pandas.to_datetime(values, format=form, utc=True, errors="coerce")
-    if not len(parsed) or parsed.notna().mean() < _PARSED:
+    seconds = np.array([_seconds(text) for text in texts.to_pylist()], np.float64)
+    if not len(seconds) or np.isfinite(seconds).mean() < _PARSED:
         return None
-    stamps = parsed.to_numpy(dtype="datetime64[us]")
-    seconds = stamps.astype(np.int64) / 1e6
-    seconds[np.isnat(stamps)] = np.nan
     return seconds, name
+
+
+def _seconds(text: str | None) -> float:
+    """Return the seconds since 1970 of an ISO 8601 text, NaN for other texts."""
+    try:
+        time = datetime.fromisoformat((text or "").strip())
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return np.nan

@@ -122,7 +122,10 @@ def read_showings(
     )
     counts = _counts(data, roles, labels, right, paired)
     if counts is not None and (counts != 1).any():
-        return _repeated(part, *counts)
+        shape = "counts of clicks"
+        if roles.impressions is not None:
+            shape += " and impressions"
+        return _repeated(replace(part, shape=shape), *counts)
     return one_showing_each(part)
 
 
@@ -420,7 +423,6 @@ def _repeated(part: LogPart, clicks: np.ndarray, others: np.ndarray) -> LogPart:
     repeated = part.take(np.repeat(pairs, number))
     return replace(
         repeated,
-        shape="counts of clicks and impressions" if others.any() else "counts of clicks",
         reward=np.repeat(rewards, number),
         # Every counted showing is from a results list of its own.
         session=np.arange(len(repeated)),
