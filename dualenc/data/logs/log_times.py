@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from datetime import UTC, datetime
 
 import numpy as np
@@ -10,8 +9,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dualenc.data.readers.plain_types import is_type
-
-logger = logging.getLogger("dualenc.data")
 
 # Largest number of each unit: as seconds the year 5138, as 10^11 milliseconds 1973, and so on.
 _UNITS = ((1e11, "seconds", 1.0), (1e14, "milliseconds", 1e3), (1e17, "microseconds", 1e6))
