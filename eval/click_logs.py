@@ -1,0 +1,492 @@
+"""What is a click worth? Logs are simulated over judged collections, and queries adapted to them.
+
+    python eval/click_logs.py run DATA VECTORS scifact
+    python eval/click_logs.py run DATA VECTORS scifact --eta 2 --noise 0.2 --sessions 1000
+    python eval/click_logs.py alone DATA VECTORS scifact
+    python eval/click_logs.py report
+
+DATA/NAME is a BEIR folder, and VECTORS/NAME/{corpus,queries} is what `dualenc embed` made of its
+sides. A session draws a training query and shows its ten nearest documents, in random order in a
+share of sessions. Position k is examined with probability k^−η; examined documents are clicked
+with 0.9 if they are relevant, and else by noise. Each method makes training pairs of the same log;
+`FrozenCorpus` with weights n_d + 0.1 trains a map of queries, of which half is taken.
+
+nDCG@10 is of test queries with a relevant document in a judged training pair ("seen"), without one
+("new"), and of training queries, which occur in the log ("in log").
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import frame
+import numpy as np
+import torch
+from adapting_task import ids_of, open_task, write_task
+from frame import Outcome, Settings, Store
+
+from dualenc.data import PairDataset
+from dualenc.data.corpus import Corpus
+from dualenc.data.item_lists import Picked, VectorItems
+from dualenc.data.logs.click_counts import count, distinct_pairs
+from dualenc.data.logs.click_em import maximize, posterior
+from dualenc.data.logs.click_log import ClickLog
+from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
+from dualenc.data.logs.relevance_of_clicks import pairs_of
+from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders import VectorEncoder, interpolate
+from dualenc.evaluation.feedback_queries import feedback_queries
+from dualenc.evaluation.metrics import score_queries
+from dualenc.evaluation.report_page import Table, print_table
+from dualenc.evaluation.retrieval import divide_by_training, retrieve
+from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
+from dualenc.training.index_evaluator import IndexEvaluator
+
+STORE = frame.RESULTS / "click_logs.jsonl"
+DEPTH, RELEVANT = 10, 0.9
+TEMPERATURE, ALPHA, KEEP = 0.03, 0.1, 0.5
+BATCH_SIZE, EPOCHS, MAX_STEPS = 64, 8, 100
+RATE = 1e-3
+"""At a batch of 32."""
+IN_LOG = 300
+"""Number of training queries to measure."""
+SEEDS = 3
+GROUPS = ("seen", "new", "in log")
+IN_BATCH, ROCCHIO, ORIGINAL = "in-batch adapter", "Rocchio, posterior", "original"
+
+
+@dataclass
+class Collection:
+    """A judged collection and the results lists of its training queries.
+
+    Attributes:
+        documents: N documents.
+        queries: Q training queries.
+        shown: rows of the ten documents nearest to each query, (Q, 10), best first.
+        relevant: whether they are relevant, (Q, 10).
+        tested: test queries by group, and "in log".
+        original: their nDCG@10 before.
+    """
+
+    documents: Embeddings
+    queries: Corpus
+    shown: np.ndarray
+    relevant: np.ndarray
+    tested: dict[str, IndexEvaluator]
+    original: dict[str, float]
+
+    def new_map(self) -> VectorEncoder:
+        """Return a map of queries that changes nothing yet."""
+        return VectorEncoder(self.documents.dim, tower="dense", right_tower="identity")
+
+    @torch.no_grad()
+    def scores(self, model: VectorEncoder) -> dict[str, float]:
+        """Return mean nDCG@10 by group."""
+        found = {}
+        for name, part in self.tested.items():
+            vectors = torch.from_numpy(vectors_of(part.queries))
+            found[name] = mean_ndcg(part, model.left({"vector": vectors}).numpy())
+        return found
+
+
+def open_collection(data: Path, vectors: Path, name: str) -> Collection:
+    """Open vectors and judgments, and search with all training queries."""
+    every: list[PairDataset] = []
+
+    def observe(pairs: PairDataset) -> PairDataset:
+        every.append(pairs)
+        return pairs
+
+    task = open_task(data, vectors, name, observe)
+    [pairs] = every
+    used, left = np.unique(pairs.left_id, return_inverse=True)
+    items = Picked(pairs.left_items, used)
+    queries = Corpus([str(row) for row in range(len(used))], items, "vector")
+    matrix = np.stack([items[row] for row in range(len(used))]).astype(np.float32)
+    # In memory, and as float32: every training reads them many times.
+    documents = Embeddings(list(task.index.ids), np.array(task.index.vectors[:], np.float32))
+    run = retrieve(queries.ids, matrix, documents.ids, documents.vectors, depth=DEPTH)
+    row_of = {own: row for row, own in enumerate(documents.ids)}
+    shown = np.array([[row_of[own] for own in run[query]] for query in queries.ids])
+    judged = set(zip(left.tolist(), pairs.right_id.tolist(), strict=True))
+    relevant = np.array(
+        [[(row, own) in judged for own in rows] for row, rows in enumerate(shown.tolist())]
+    )
+    listed = ids_of(pairs, documents)
+    test = IndexEvaluator(task.test.queries, task.test.qrels, documents)
+    seen, new = divide_by_training(test.qrels, listed)
+    tested = {part: test.among(list(own)) for part, own in (("seen", seen), ("new", new)) if own}
+    some = np.random.default_rng(0).permutation(len(used))[:IN_LOG]
+    own_pairs = PairDataset(
+        items,
+        VectorItems(documents.vectors),
+        left,
+        pairs.right_id,
+        left_modality="vector",
+        right_modality="vector",
+    )
+    measured = own_pairs.take(np.flatnonzero(np.isin(left, some)))
+    tested["in log"] = IndexEvaluator.of_pairs(measured, documents)
+    collection = Collection(documents, queries, shown, relevant, tested, {})
+    collection.original |= collection.scores(collection.new_map())
+    return collection
+
+
+def theta_of(settings: Settings) -> np.ndarray:
+    """Return the probability that each position is examined, (10,)."""
+    return np.arange(1, DEPTH + 1) ** -float(settings["eta"])
+
+
+def simulate(collection: Collection, settings: Settings, relevant: float = RELEVANT) -> ClickLog:
+    """Return the log of so many sessions."""
+    draw = np.random.default_rng(settings["seed"])
+    sessions = settings["sessions"]
+    query = draw.integers(0, len(collection.queries), sessions)
+    order = np.tile(np.arange(DEPTH), (sessions, 1))
+    is_shuffled = draw.random(sessions) < settings["shuffled"]
+    order[is_shuffled] = draw.permuted(order[is_shuffled], axis=1)
+    is_relevant = collection.relevant[query[:, None], order]
+    rate = theta_of(settings) * np.where(is_relevant, relevant, settings["noise"])
+    clicked = draw.random(order.shape) < rate
+    return ClickLog(
+        collection.queries,
+        np.repeat(query, DEPTH),
+        collection.shown[query[:, None], order].ravel(),
+        clicked.ravel().astype(np.float32),
+        np.tile(np.arange(1, DEPTH + 1), sessions),
+        np.repeat(np.arange(sessions), DEPTH),
+        np.full(order.size, np.nan),
+        False,
+        "",
+        0,
+    )
+
+
+def fitted(log: ClickLog, known: KnownPropensities | None = None) -> ClickModel:
+    """Fit the click model to a log."""
+    clicked = log.reward > 0
+    return fit_click_model(log.query, log.document, log.position, clicked, known=known)
+
+
+def weighted(
+    log: ClickLog, collection: Collection, pairs: np.ndarray, weights: np.ndarray
+) -> PairDataset | None:
+    """Return training pairs (P, 2) of a log with a weight above 0, or None without any."""
+    used = np.flatnonzero(weights > 0)
+    if not len(used):
+        return None
+    return PairDataset(
+        log.queries.items,
+        VectorItems(collection.documents.vectors),
+        pairs[used, 0],
+        pairs[used, 1],
+        weights=weights[used],
+        left_modality="vector",
+        right_modality="vector",
+    )
+
+
+def judged_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
+    """Return the relevant pairs among those shown."""
+    pairs, _ = distinct_pairs(log.query, log.document)
+    known = np.argwhere(collection.relevant)
+    relevant = {(query, int(collection.shown[query, place])) for query, place in known.tolist()}
+    weights = np.array([float((query, own) in relevant) for query, own in pairs.tolist()])
+    return weighted(log, collection, pairs, weights)
+
+
+def clicked_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
+    """Return every clicked pair, with weight 1."""
+    pairs, row = distinct_pairs(log.query, log.document)
+    return weighted(log, collection, pairs, (np.bincount(row, log.reward) > 0).astype(float))
+
+
+def counted_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
+    """Return pairs weighted by clicks: those of `adapt` without a click model."""
+    return pairs_of(log, collection.documents, None)
+
+
+def propensity_pairs(
+    log: ClickLog, collection: Collection, settings: Settings
+) -> PairDataset | None:
+    """Return pairs weighted by clicks over the true probability of examination, mean 1."""
+    pairs, row = distinct_pairs(log.query, log.document)
+    weights = np.bincount(row, log.reward / theta_of(settings)[log.position - 1])
+    return weighted(log, collection, pairs, weights / weights[weights > 0].mean())
+
+
+def posterior_pairs(
+    log: ClickLog,
+    collection: Collection,
+    settings: Settings,
+    threshold: float | None = None,
+    is_known: bool = False,
+    is_forced: bool = False,
+) -> PairDataset | None:
+    """Return clicked pairs by the probability of relevance; counts where it is unidentified.
+
+    `is_forced` fits the model to a log that cannot identify it, too.
+    """
+    known = None
+    if is_known:
+        known = KnownPropensities(tuple(theta_of(settings)), RELEVANT, settings["noise"])
+    model = fitted(log, known)
+    relevance = model.relevance
+    if is_forced:
+        counts = count(log.query, log.document, log.position, log.reward, pool=False)
+        relevance = posterior(counts, maximize(counts))
+    elif model.unidentified is not None:
+        return counted_pairs(log, collection, settings)
+    pairs, row = distinct_pairs(log.query, log.document)
+    weights = np.where(np.bincount(row, log.reward) > 0, relevance, 0)
+    if threshold is not None:
+        weights = (weights > threshold).astype(float)
+    return weighted(log, collection, pairs, weights)
+
+
+Maker = Callable[[ClickLog, Collection, Settings], PairDataset | None]
+METHODS: dict[str, Maker] = {
+    "true judgments": judged_pairs,
+    "every clicked pair": clicked_pairs,
+    "clicks counted": counted_pairs,
+    "inverse propensity": propensity_pairs,
+    "posterior as weight": posterior_pairs,
+    "posterior > 1/2": partial(posterior_pairs, threshold=0.5),
+    "posterior > 1/2, known": partial(posterior_pairs, threshold=0.5, is_known=True),
+    "posterior > 1/2, unidentified": partial(posterior_pairs, threshold=0.5, is_forced=True),
+    ROCCHIO: posterior_pairs,
+    IN_BATCH: clicked_pairs,
+}
+
+
+def measure(collection: Collection, settings: Settings) -> Outcome:
+    """Simulate a log, make pairs of it, adapt, and measure halfway to the original."""
+    if settings["method"] == ORIGINAL:
+        return {name: round(value, 4) for name, value in collection.original.items()}
+    log = simulate(collection, settings)
+    pairs = METHODS[settings["method"]](log, collection, settings)
+    facts: Outcome = {"pairs": 0 if pairs is None else len(pairs)}
+    if pairs is None:
+        scores = collection.original
+    elif settings["method"] == ROCCHIO:
+        scores = collection.original | {"in log": rocchio(collection, pairs)}
+    else:
+        adapted, facts["done"], seconds = train(collection, pairs, settings)
+        facts["spent"] = round(seconds, 1)
+        scores = collection.scores(adapted)
+    return {name: round(value, 4) for name, value in scores.items()} | facts
+
+
+def train(
+    collection: Collection, pairs: PairDataset, settings: Settings
+) -> tuple[VectorEncoder, int, float]:
+    """Return a map halfway to the original, its steps and its seconds."""
+    size = min(BATCH_SIZE, len(pairs))
+    steps = min(MAX_STEPS, max(1, round(EPOCHS * len(pairs) / size)))
+    counts = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    clicks = np.bincount(pairs.right_id, pairs.weights, pairs.num_right)
+    exact = FrozenCorpus(
+        collection.documents.vectors,
+        weights=clicks + ALPHA,
+        positive_in_softmax=True,
+        temperature=TEMPERATURE,
+        **counts,
+    )
+    if settings["method"] != IN_BATCH:
+        return trained(collection, pairs, exact, steps, size, settings["seed"])
+    # As many steps as fit in the seconds of the exact loss, by the time of a few.
+    in_batch = InfoNCE(temperature=TEMPERATURE, **counts)
+    spent = [trained(collection, pairs, each, 8, size, 0)[2] for each in (exact, in_batch)]
+    steps = round(steps * max(1.0, spent[0] / max(spent[1], 1e-3)))
+    return trained(collection, pairs, in_batch, steps, size, settings["seed"])
+
+
+def trained(
+    collection: Collection,
+    pairs: PairDataset,
+    objective: Objective,
+    steps: int,
+    size: int,
+    seed: int,
+) -> tuple[VectorEncoder, int, float]:
+    """Return a map halfway to the original, its steps and its seconds.
+
+    A plain loop: the trainer's checksums and files would take longer than so short a training.
+    """
+    torch.manual_seed(seed)
+    original = collection.new_map()
+    model = copy.deepcopy(original)
+    rate = frame.scaled_rate(RATE, size)
+    optimizer = torch.optim.AdamW(model.left.parameters(), rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
+    documents = torch.from_numpy(collection.documents.vectors)
+    used = np.unique(pairs.left_id)
+    place = np.searchsorted(used, pairs.left_id)
+    queries = torch.from_numpy(np.stack([pairs.left_items[row] for row in used.tolist()])).float()
+    draw = np.random.default_rng(seed)
+    rows = np.concatenate(
+        [draw.permutation(len(pairs)) for _ in range(-(-steps * size // len(pairs)))]
+    )
+    begun = time.process_time()
+    for step in range(steps):
+        batch = rows[step * size : (step + 1) * size]
+        left, right = pairs.left_id[batch], pairs.right_id[batch]
+        weights = None if pairs.weights is None else torch.from_numpy(pairs.weights[batch])
+        loss = objective(
+            model.left({"vector": queries[place[batch]]}),
+            documents[right],
+            torch.from_numpy(left),
+            torch.from_numpy(right),
+            left_positives=torch.from_numpy(pairs.positives("left", left)),
+            right_positives=torch.from_numpy(pairs.positives("right", right)),
+            weights=weights,
+        ).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    spent = time.process_time() - begun
+    model.load_state_dict(interpolate(original, model.eval(), KEEP))
+    return model, steps, spent
+
+
+def mean_ndcg(evaluator: IndexEvaluator, vectors: np.ndarray) -> float:
+    """Return the mean nDCG@10 of queries that have these vectors, (Q, D)."""
+    documents = evaluator.documents
+    run = retrieve(
+        evaluator.queries.ids,
+        vectors,
+        documents.ids,
+        documents.vectors,
+        depth=10,
+        qrels=evaluator.qrels,
+    )
+    scores = score_queries(evaluator.qrels, run, [10])
+    return statistics.mean(own["ndcg@10"] for own in scores.values())
+
+
+def vectors_of(queries: Corpus) -> np.ndarray:
+    """Return the vectors of queries, (Q, D)."""
+    return np.stack([queries.items[row] for row in range(len(queries))]).astype(np.float32)
+
+
+def rocchio(collection: Collection, pairs: PairDataset) -> float:
+    """Return nDCG@10 of the queries in the log, moved to their clicked documents."""
+    evaluator = collection.tested["in log"]
+    # Both number the training queries alike: the evaluator names them "left-0", "left-7", …
+    rows = np.array([int(own.removeprefix("left-")) for own in evaluator.queries.ids])
+    row_of = np.full(len(collection.queries), -1)
+    row_of[rows] = np.arange(len(rows))
+    left = pairs.left_id
+    # Without a click model the queries of the pairs are some of the log's.
+    if pairs.left_items is not collection.queries.items:
+        left = pairs.left_items.positions[left]
+    own = row_of[left] >= 0
+    moved = feedback_queries(
+        vectors_of(evaluator.queries),
+        collection.documents.vectors,
+        row_of[left[own]],
+        pairs.right_id[own],
+        pairs.weights[own],
+    )
+    return mean_ndcg(evaluator, moved)
+
+
+def run(
+    data: Path,
+    vectors: Path,
+    name: str,
+    eta: float = 1,
+    noise: float = 0.1,
+    sessions: int = 10_000,
+    shuffled: float = 0.1,
+    methods: Sequence[str] = tuple(METHODS),
+    seeds: int = SEEDS,
+) -> None:
+    """Adapt to the logs of one cell by every method."""
+    collection = open_collection(data, vectors, name)
+    cell = {"eta": eta, "noise": noise, "sessions": sessions, "shuffled": shuffled}
+    measure_one = partial(measure, collection)
+    store = Store(STORE)
+    store.get([{"task": name, "method": ORIGINAL}], measure_one)
+    wanted = {method: {"task": name, "method": method, **cell} for method in methods}
+    frame.repeat(store, measure_one, wanted, seeds)
+
+
+def alone(
+    data: Path, vectors: Path, name: str, sessions: int = 10_000, logs: int = 100, eta: float = 1
+) -> None:
+    """Count the logs whose clicks depend on the position alone that seem to have relevance."""
+    collection = open_collection(data, vectors, name)
+
+    def find(settings: Settings) -> Outcome:
+        counts = {"found": 0, "pairs": 0}
+        for seed in range(settings["logs"]):
+            log = simulate(collection, {**settings, "seed": seed}, relevant=settings["noise"])
+            model = fitted(log)
+            counts["found"] += model.position_alone is None
+            counts["pairs"] += int((model.relevance > 0.5).sum())
+        return counts
+
+    cell = {"eta": eta, "noise": 0.3, "sessions": sessions, "shuffled": 0.1}
+    wanted = {"task": name, "method": "alone", "logs": logs, **cell}
+    Store(STORE).get([wanted], find)
+
+
+def report() -> None:
+    """Print a table for each collection and cell."""
+    runs = Store(STORE).runs
+    for task in dict.fromkeys(each.settings["task"] for each in runs):
+        own = [each for each in runs if each.settings["task"] == task]
+        [original] = [each.outcome for each in own if each.settings["method"] == ORIGINAL]
+        rows = []
+        for same in frame.by_seed(each for each in own if "eta" in each.settings):
+            cells = {k: v for k, v in same[0].settings.items() if k not in ("task", "seed")}
+            outcomes = [each.outcome for each in same]
+            if cells["method"] == "alone":
+                rows.append(cells | outcomes[0])
+                continue
+            for group in GROUPS:
+                if group in original:
+                    cells[group] = frame.spread([each[group] for each in outcomes])
+            gains = [each["new"] - original["new"] for each in outcomes if "new" in each]
+            cells["new, gain"] = f"{statistics.mean(gains):+.3f}" if gains else ""
+            cells["pairs"] = round(statistics.mean(each["pairs"] for each in outcomes))
+            rows.append(cells)
+        print_table(Table(f"{task}: original {original}", rows))
+
+
+def check(folder: Path) -> None:
+    """Turn queries: judged pairs and the posterior turn them back, and noise does less."""
+    globals().update(STORE=folder / "runs.jsonl", SEEDS=1, RATE=3e-2)
+    draw = np.random.default_rng(0)
+    documents = draw.standard_normal((80, 6))
+    turn = np.linalg.qr(np.eye(6) + 0.4 * draw.standard_normal((6, 6)))[0]
+    turn *= np.sign(np.diag(turn))
+    places = np.array([*range(80), *range(20)])
+    pairs = np.stack([np.arange(100), places], axis=1)
+    splits = {"train": np.concatenate([pairs[:60], pairs[80:98]]), "test": pairs[55:80]}
+    write_task(folder, documents, documents[places] @ turn, splits)
+    where = folder / "data", folder / "vectors", "toy"
+    run(*where, sessions=2000, seeds=1)
+    alone(*where, sessions=500, logs=10)
+    store = Store(STORE)
+    [original] = store.where(method=ORIGINAL)
+    for method in ("true judgments", "posterior > 1/2", "posterior > 1/2, known"):
+        [each] = store.where(method=method)
+        assert each.outcome["in log"] > original.outcome["in log"] + 0.05, each
+    [each] = store.where(method=ROCCHIO)
+    assert each.outcome["in log"] > original.outcome["in log"] + 0.05
+    [each] = store.where(method="alone")
+    assert each.outcome["found"] <= 1
+    report()
+
+
+if __name__ == "__main__":
+    frame.command_line(run, alone, report, check=check)
