@@ -213,6 +213,7 @@ def adapt(
             "weight": weight_column,
         }
         log = read_log(clicks, documents, columns=columns, weights=weights, split=split)
+        logger.info("%s", log.finding)
         side = QuerySide(
             documents,
             log.queries.modality,
