@@ -26,7 +26,7 @@ from pathlib import Path
 import frame
 import numpy as np
 import torch
-from adapting_task import GROUPS, Task, open_task, scores_of, write_task
+from adapting_task import GROUPS, Task, best_share, open_task, scores_of, write_task
 from frame import Outcome, Run, Settings, Store
 
 from dualenc.encoders import DualEncoder, interpolate
@@ -35,7 +35,7 @@ from dualenc.evaluation.report_page import Table, print_table
 from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
 from dualenc.training import Evaluator
 from dualenc.training.index_evaluator import IndexEvaluator
-from dualenc.workflows.adapting import best_share, score_interpolations
+from dualenc.workflows.adapting import score_interpolations
 
 STORE = frame.RESULTS / "adapting.jsonl"
 TEMPERATURES = (0.02, 0.03, 0.05, 0.1)

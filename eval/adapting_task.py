@@ -23,6 +23,7 @@ from dualenc.encoders.vector import TowerKind
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
+from dualenc.workflows.adapting import Interpolated
 
 GROUPS = ("all", "seen", "new")
 HELD_OUT, MAX_HELD_OUT = 0.1, 500
@@ -102,6 +103,33 @@ def open_task(
     }
     tested = IndexEvaluator(queries, test, index).among(list(test))
     return Task(name, index, parts.train, held_out, tested, ids_of(pairs, index))
+
+
+def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
+    """Choose the share of the original weights with the best mean score over all queries.
+
+    Only shares whose mean on the task `unharmed` is at least that of the original qualify; the
+    largest of equal shares wins. Without that task, nothing shows that adapting does no harm, and
+    the result is the original: 1.
+
+    Args:
+        points: scores at each share.
+        unharmed: name of the task that must not get worse.
+        tasks: names of the tasks that decide.
+    """
+    if unharmed not in tasks:
+        return 1.0
+    # New documents decide what is allowed: most documents of an index are in no click.
+    original = max(points, key=lambda point: point.keep)
+    least = original.scores[unharmed].mean()
+    allowed = [point for point in points if point.scores[unharmed].mean() >= least]
+
+    def quality(point: Interpolated) -> tuple[float, float]:
+        scores = np.concatenate([point.scores[task] for task in tasks])
+        # Round, so that differences by summation order do not beat a larger share.
+        return round(float(scores.mean()), 6), point.keep
+
+    return max(allowed, key=quality).keep
 
 
 def ids_of(pairs: PairDataset, index: Embeddings) -> set[str]:
