@@ -96,6 +96,6 @@ class ClickLog:
     def __len__(self) -> int:
         return len(self.query)
 
-    def take(self, rows: Integers) -> ClickLog:
+    def take(self, rows: Integers | np.ndarray) -> ClickLog:
         """Return some showings, given as row numbers or as a mask (n,), with all queries."""
         return replace(self, **{name: getattr(self, name)[rows] for name in SHOWING})
