@@ -7,6 +7,8 @@ import json
 import shlex
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from dualenc.cli import main
@@ -19,8 +21,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the page names: index, clicks.csv, my_beir, other_beir, more.jsonl, MODEL
-    and NEW_MODEL."""
+    """A folder with what the page names: index, clicks.csv, events.parquet, my_beir, other_beir,
+    more.jsonl, MODEL and NEW_MODEL."""
     monkeypatch.chdir(tmp_path)
     toy.text_model(tmp_path / "MODEL")
     toy.text_model(tmp_path / "NEW_MODEL", seed=1)
@@ -31,20 +33,26 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         json.loads(line)
         for line in (tmp_path / "my_beir" / "corpus.jsonl").read_text().splitlines()
     ]
+    queries = [" ".join(document["text"].split()[:3]) for document in documents]
+    ids = [document["_id"] for document in documents]
     with open(tmp_path / "clicks.csv", "w", newline="") as stream:
         writer = csv.writer(stream)
         writer.writerow(["query", "document_id"])
-        writer.writerows(
-            [" ".join(document["text"].split()[:3]), document["_id"]] for document in documents
-        )
+        writer.writerows(zip(queries, ids, strict=True))
+    times = [1_700_000_000 + 60 * row for row in range(len(ids))]
+    events = {"query": queries, "document_id": ids, "timestamp": times}
+    pq.write_table(pa.table(events), tmp_path / "events.parquet")
     (tmp_path / "more.jsonl").write_text('{"_id": "new", "text": "wing flow"}\n')
     return tmp_path
 
 
 def commands() -> list[list[str]]:
-    """The page's commands, as lists of words."""
-    lines = [line.partition(" #")[0] for block in code(PAGE, "bash") for line in block.splitlines()]
-    return [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
+    """The page's commands, as lists of words, without scripts, and without those for images, which
+    tests/commands/test_adapt_images.py has."""
+    blocks = [block for block in code(PAGE, "bash") if not block.startswith("#!")]
+    lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
+    found = [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
+    return [words for words in found if "images_index" not in words]
 
 
 def test_every_command_and_the_python_run(shop: Path) -> None:

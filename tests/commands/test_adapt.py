@@ -396,7 +396,7 @@ def test_an_adaptation_is_not_begun_again(
     ]
     run(*words)
     printed = capsys.readouterr().out
-    assert printed.startswith("cannot tell whether adapting helps: no query could be held out")
+    assert "cannot tell whether adapting helps: no query could be held out" in printed
     assert "nothing was measured" in printed
     assert "no query could be held out" in metrics(tmp_path / "run")["chosen by"]
     assert "--resume" in failure(capsys, *words)
@@ -461,13 +461,13 @@ def test_where_too_little_is_held_out_the_report_cannot_tell(
     words += ["--learning-rate", 0.01]
     run(*words)
     printed = capsys.readouterr().out
-    assert printed.startswith("cannot tell whether adapting helps: held-out queries of new doc")
+    assert "cannot tell whether adapting helps: held-out queries of new doc" in printed
     assert "fewer than 30 cannot tell" in metrics(tmp_path / "run")["finding"]
     assert metrics(tmp_path / "run")["original weights kept"] in (0.5, 1)
     queries = ["ant bee cat", "fox gnu", "hen"]
     original = load_model(toy_text).encode_query(queries)
     run(*words, "--keep", 0, "--resume")
-    assert capsys.readouterr().out.startswith("cannot tell whether adapting helps")
+    assert "cannot tell whether adapting helps" in capsys.readouterr().out
     adapted = load_model(tmp_path / "run" / "model").encode_query(queries)
     assert np.abs(adapted - original).max() > 1e-3
     assert metrics(tmp_path / "run")["chosen by"] == "--keep"
@@ -485,7 +485,7 @@ def test_random_clicks_do_not_help(
     pq.write_table(pa.table(table), tmp_path / "random.parquet")
     words = ["adapt", turned / "index", tmp_path / "random.parquet", "--out", tmp_path / "run"]
     run(*words, "--train", "linear", "--epochs", 2)
-    assert capsys.readouterr().out.startswith("adapting")
+    assert "\nadapting" in capsys.readouterr().out
     report = metrics(tmp_path / "run")
     assert not report["finding"].startswith("adapting helps")
 

@@ -107,6 +107,12 @@ def ranks(images: Path, model: IndexEncoder, vectors: np.ndarray) -> tuple[np.nd
     return (scores >= own).sum(axis=1)[trained], [index.ids[row] for row in scores.argmax(axis=1)]
 
 
+def last_training(out: Path) -> Path:
+    """Return the model that was trained on all pairs."""
+    (folder,) = (out / "training").glob("all-*")
+    return folder / "model"
+
+
 @pytest.mark.parametrize("train", ["perceptron", "linear"])
 def test_texts_over_images(
     images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], train: str
@@ -118,7 +124,7 @@ def test_texts_over_images(
         images, "texts.parquet", out, "--train", train, "--learning-rate", 0.02, "--epochs", 60
     )
     texts = [caption(row) for row in range(N)]
-    trained = load_model(out / "training" / "model")
+    trained = load_model(last_training(out))
     expected = trained.encode(list(unadapted(images, texts, "right")))
     np.testing.assert_allclose(model.encode_query(texts), expected, atol=1e-6)
     before, _ = ranks(images, model, unadapted(images, texts, "right"))
@@ -140,7 +146,7 @@ def test_images_over_images(
     options = ("--train", "linear", "--learning-rate", 0.02, "--epochs", 60)
     model = adapted(images, clicks, out, *options)
     views = [open_image(images / "views" / name) for name in NAMES]
-    trained = load_model(out / "training" / "model")
+    trained = load_model(last_training(out))
     expected = trained.encode(list(unadapted(images, views, "left")))
     np.testing.assert_allclose(model.encode_query(views), expected, atol=1e-6)
     before, _ = ranks(images, model, unadapted(images, views, "left"))
@@ -167,7 +173,7 @@ def test_the_tower_itself(images: Path, tmp_path: Path, train: str, clicks: str)
     texts = [caption(row) for row in range(N)]
     views = [open_image(images / "views" / name) for name in NAMES]
     items: Any = texts if clicks == "texts.parquet" else views
-    trained = load_model(out / "training" / "model")
+    trained = load_model(last_training(out))
     np.testing.assert_allclose(model.encode_query(items), trained.encode_query(items), atol=1e-6)
     inside = ImageTextEncoder(str(out / "model" / "encoder"))
     differences = {

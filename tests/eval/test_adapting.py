@@ -40,7 +40,7 @@ def test_the_table_of_the_docs_can_be_derived_from_the_store() -> None:
             if len(values) > 1:
                 task = runs[0].settings["task"]
                 derived.add((task, group, script.frame.spread(values)))
-    section = DOCS.read_text("utf-8").split("## Adapting queries to an index")[1].split("\n## ")[0]
+    section = DOCS.read_text("utf-8").split("## Adapting queries to an index")[1].split("\n##")[0]
     rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if "±" in line]
     cells = [(*at, cell.strip()) for row in rows for at, cell in zip(COLUMNS, row) if "±" in cell]
     assert len(cells) == 33
