@@ -154,7 +154,9 @@ def test_images_over_images(
     assert np.median(after) < np.median(before) / 2
     words = (images / "index", "--model", out / "model")
     assert found(capsys, *words, images / "views" / NAMES[9])[0]["id"] == best[9]
-    assert recall(tmp_path, out, images / "seen", images) == pytest.approx((after <= 10).mean())
+    # One of 60 queries may be at rank 10 or 11, by rounding.
+    expected_recall = pytest.approx((after <= 10).mean(), abs=1.5 / N)
+    assert recall(tmp_path, out, images / "seen", images) == expected_recall
     assert found(capsys, *words, "a red picture") == found(
         capsys, images / "index", "a red picture"
     )

@@ -191,10 +191,7 @@ def query_column(table: LogTable, but: Collection[str]) -> str:
 def query_modality(table: LogTable, name: str) -> tuple[ColumnKind, Modality | None]:
     """Return how to read a column of queries; modality None leaves it to the values."""
     kind = table.source.item_kind(name) if name not in table.nested else "value"
-    if kind == "vector":
-        return kind, "vector"
-    is_image = bool(columns_named([name], names.IMAGES))
-    return kind, None if is_image else "text"
+    return kind, "vector" if kind == "vector" else None
 
 
 def _named_or(
