@@ -372,9 +372,10 @@ def _adapt(
         query_modality=run.side.modality,
         gate=gate,
     )
+    # All processes embed queries together.
+    examples = None if held_out is None else _examples(run, original, held_out)
     # Every process returns the same result, but only one writes.
     if distributed.is_main():
-        examples = None if held_out is None else _examples(run, original, held_out)
         write_adaptation(result, examples, choice.curves, points)
     return result
 
