@@ -159,7 +159,7 @@ def adapt(tasks: dict[str, Task], base: Path, settings: Settings) -> Outcome:
             str(task.index), str(task.clicks), out=out, progress=False, **options
         )
         outcome = measure(task, load_model(result.model_folder), "left")
-    return outcome | {"share": result.keep, "seconds": result.facts["seconds"]}
+    return outcome | {"share": result.keep}
 
 
 def run(
