@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from dualenc.data.corpus import Corpus, used_items
 from dualenc.data.pairs import PairDataset
@@ -14,6 +15,7 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.evaluation.metrics import METRICS, Qrels, Scores, score_queries
 from dualenc.evaluation.retrieval import retrieve
 from dualenc.training.evaluators import Evaluator, check_settings, headline_scores
+from dualenc.types import Vectors
 
 PRIMARY = "ndcg@10"
 
@@ -77,10 +79,21 @@ class IndexEvaluator(Evaluator):
     def retrieve(self, model: DualEncoder) -> dict[str, dict[str, float]]:
         """Return the best documents of each query with their scores, best first."""
         queries = self.embed(model, "left", self.queries, "queries")
-        device = next(model.parameters()).device
+        return self.search(queries.ids, queries.vectors, next(model.parameters()).device)
+
+    def search(
+        self, query_ids: Sequence[str], vectors: Vectors, device: str | torch.device = "cpu"
+    ) -> dict[str, dict[str, float]]:
+        """Return the best documents of queries whose vectors are given, best first.
+
+        Args:
+            query_ids: (Q,) ids of queries of this evaluator.
+            vectors: (Q, D) their embeddings.
+            device: device to search on.
+        """
         return retrieve(
-            queries.ids,
-            queries.vectors,
+            query_ids,
+            vectors,
             self.documents.ids,
             self.documents.vectors,
             qrels=self.qrels,

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple, get_args
@@ -16,8 +16,9 @@ import numpy as np
 
 from dualenc import distributed
 from dualenc.data.document_splits import DocumentSplit
-from dualenc.data.logs.click_log import ClickLog
+from dualenc.data.logs.click_log import ClickLog, LogColumns
 from dualenc.data.logs.click_model import KnownPropensities
+from dualenc.data.logs.open_log import open_log
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
@@ -43,7 +44,13 @@ from dualenc.workflows.adaptation_choice import (
     choose,
     unmeasured_choice,
 )
-from dualenc.workflows.adaptation_log import LearnedLog, day_of, learn_log, read_log, with_inputs
+from dualenc.workflows.adaptation_log import (
+    LearnedLog,
+    day_of,
+    document_ids,
+    learn_log,
+    with_inputs,
+)
 from dualenc.workflows.adaptation_report import (
     ROCCHIO,
     TASK,
@@ -201,18 +208,18 @@ def adapt(
         # Before anything opens the index: the report promises that it has not changed.
         checksum = fingerprint(index)
         documents = open_documents(index, work)
-        columns = {
-            "query": query_column,
-            "document": document_column,
-            "clicked": label_column,
-            "position": position_column,
-            "session": session_column,
-            "time": time_column,
-            "action": action_column,
-            "impressions": impressions_column,
-            "weight": weight_column,
-        }
-        log = read_log(clicks, documents, columns=columns, weights=weights, split=split)
+        columns = LogColumns(
+            query=query_column,
+            document=document_column,
+            clicked=label_column,
+            position=position_column,
+            session=session_column,
+            time=time_column,
+            action=action_column,
+            impressions=impressions_column,
+            weight=weight_column,
+        )
+        log = open_log(clicks, documents, columns=columns, weights=weights, split=split)
         logger.info("%s", log.finding)
         side = QuerySide(
             documents,
@@ -229,7 +236,7 @@ def adapt(
         later = last_tenth(learned, documents, seed)
         # What measures the model of the earlier part has no part in the choice either.
         pairs = learned.pairs if later is None else later.earlier
-        folds = fold_clicks(pairs, documents, held_out, _num_folds(train, len(pairs)), seed)
+        folds = fold_clicks(pairs, held_out, _num_folds(train, len(pairs)), seed)
         for line in learned.findings:
             logger.info("%s", line)
         settings = _Settings(epochs, batch_size, learning_rate, temperature, seed)
@@ -305,11 +312,10 @@ class _Run:
     clicked: ClickFolds
     settings: _Settings
 
-    @property
+    @cached_property
     def trained_ids(self) -> list[str]:
         """Ids of the documents in pairs."""
-        rows = np.unique(self.learned.pairs.right_id).tolist()
-        return [self.side.documents.ids[row] for row in rows]
+        return document_ids(self.learned.pairs, self.side.documents)
 
     @property
     def epochs(self) -> int:
@@ -410,12 +416,8 @@ def _with_rocchio(
     if later is None:
         return list(rows)
     scores = scores_without_training(later, original)
-    return [
-        {**row, ROCCHIO: float(scores[task].mean())}
-        if (task := row["queries of"]) in scores
-        else row
-        for row in rows
-    ]
+    added = {task: {ROCCHIO: float(own.mean())} for task, own in scores.items()}
+    return [{**row, **added.get(str(row["queries of"]), {})} for row in rows]
 
 
 def _examples(run: _Run, original: DualEncoder, held_out: _HeldOut) -> Table:

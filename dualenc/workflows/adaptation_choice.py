@@ -126,6 +126,12 @@ class Compared(NamedTuple):
     groups: Integers
 
 
+def pool(compared: Mapping[str, Compared]) -> Compared:
+    """Return the scores of the queries of all tasks, of which there is at least one."""
+    fields = zip(*compared.values(), strict=True)
+    return Compared(*map(np.concatenate, fields))
+
+
 @dataclass(frozen=True, eq=False)
 class Choice:
     """What was chosen for the final training, and how good such choices are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -10,15 +9,12 @@ import numpy as np
 
 from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import Picked
-from dualenc.data.logs.click_log import ClickLog, LogColumns
+from dualenc.data.logs.click_log import ClickLog
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
-from dualenc.data.logs.open_log import open_log
-from dualenc.data.logs.relevance_of_clicks import pairs_of
-from dualenc.data.logs.split_by_time import TimeSplit, split_by_time
+from dualenc.data.logs.relevance_of_clicks import LEAST_RELEVANCE, pairs_of
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
-from dualenc.types import StrPath
 from dualenc.workflows.adapting import QuerySide
 
 SHOWN_POSITIONS = 3
@@ -43,27 +39,6 @@ class LearnedLog:
     click_model: ClickModel | None
     pairs: PairDataset
     findings: list[str]
-
-
-def read_log(
-    sources: StrPath | Sequence[StrPath],
-    documents: Embeddings,
-    *,
-    columns: Mapping[str, str | None],
-    weights: Mapping[str, float] | None = None,
-    split: str = "train",
-) -> ClickLog:
-    """Open the logs of an adaptation.
-
-    Args:
-        sources: one log or several.
-        documents: N vectors with ids.
-        columns: names of columns by the attribute of `LogColumns`.
-        weights: weights of actions.
-        split: split of a BEIR folder, a folder of tables or a hub name.
-    """
-    named = LogColumns(**columns)
-    return open_log(sources, documents, columns=named, weights=weights, split=split)
 
 
 def learn_log(
@@ -104,12 +79,9 @@ def with_inputs(log: ClickLog, side: QuerySide) -> ClickLog:
     return replace(log.take(~np.isin(log.query, lost)), queries=queries)
 
 
-def divide_by_time(log: ClickLog) -> TimeSplit | None:
-    """Hold out the end of a log, if both parts have clicks; None without times."""
-    split = split_by_time(log)
-    if split is None or not all((part.reward > 0).any() for part in (split.earlier, split.later)):
-        return None
-    return split
+def document_ids(pairs: PairDataset, documents: Embeddings) -> list[str]:
+    """Return the ids of the documents in pairs, in the order of the index."""
+    return [documents.ids[row] for row in np.unique(pairs.right_id).tolist()]
 
 
 def day_of(seconds: float) -> str:
@@ -134,7 +106,7 @@ def _described(model: ClickModel, pairs: PairDataset) -> list[str]:
     lines = [rates]
     if examined:
         lines.append(f"examined as often as position 1, times: {', '.join(examined)}")
-    relevant = int((model.relevance > 0.5).sum())
+    relevant = int((model.relevance > LEAST_RELEVANCE).sum())
     lines.append(
         f"{relevant:,} of {len(model.pairs):,} pairs shown are more likely relevant than not "
         f"({model.moved:,} were seen at several positions); {len(pairs):,} of them were clicked"

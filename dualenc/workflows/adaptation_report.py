@@ -12,7 +12,7 @@ from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import can_draw, lines
 from dualenc.evaluation.report_page import Figure, Table
 from dualenc.types import Modality
-from dualenc.workflows.adaptation_choice import Choice, Compared
+from dualenc.workflows.adaptation_choice import Choice, Compared, pool
 from dualenc.workflows.adapting import Interpolated, harmless_share
 from dualenc.workflows.gate import Gate
 from dualenc.workflows.result_folder import write_results
@@ -103,10 +103,7 @@ def finding_of(choice: Choice) -> str:
     """Return in one line whether adapting helps, by the held-out queries of both kinds."""
     if choice.unmeasured is not None:
         return f"cannot tell whether adapting helps: {choice.unmeasured}"
-    before, after, groups = (
-        np.concatenate([getattr(each, name) for each in choice.compared.values()])
-        for name in Compared._fields
-    )
+    before, after, groups = pool(choice.compared)
     difference, low, high = paired_bootstrap(before, after, groups=groups)
     if choice.keep == 1:
         if choice.reason == "--keep":

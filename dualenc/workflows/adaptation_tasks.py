@@ -31,31 +31,26 @@ MAX_HELD_OUT = 1000
 class ClickFolds:
     """Pairs to train on, and their splits into training pairs and held-out queries.
 
-        clicks = fold_clicks(side.pairs(clicked), side.documents, share=0.2, folds=5, seed=0)
+        clicks = fold_clicks(learned.pairs, share=0.2, folds=5, seed=0)
         for fold in clicks.folds:
             print(len(fold.train))
 
     Attributes:
         pairs: all pairs.
         folds: splits by document that hold out any query.
-        trained_ids: ids of the documents in pairs.
         unmeasured: why no query was held out; None if there are some.
     """
 
     pairs: PairDataset
     folds: list[DocumentSplit]
-    trained_ids: list[str]
     unmeasured: str | None
 
 
-def fold_clicks(
-    pairs: PairDataset, documents: Embeddings, share: float, folds: int, seed: int
-) -> ClickFolds:
+def fold_clicks(pairs: PairDataset, share: float, folds: int, seed: int) -> ClickFolds:
     """Hold out queries by their documents, in several folds.
 
     Args:
         pairs: queries with rows of relevant documents.
-        documents: N documents of the index.
         share: share of the pairs that each fold holds out.
         folds: number of splits.
         seed: random seed of the splits.
@@ -64,8 +59,7 @@ def fold_clicks(
     if share:
         splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed)
     used = [split for split in splits if split.held_out is not None and len(split.train)]
-    trained_ids = [documents.ids[row] for row in sorted(set(pairs.right_id.tolist()))]
-    return ClickFolds(pairs, used, trained_ids, _why_unmeasured(used, share))
+    return ClickFolds(pairs, used, _why_unmeasured(used, share))
 
 
 def _why_unmeasured(folds: Sequence[DocumentSplit], share: float) -> str | None:

@@ -13,8 +13,6 @@ import torch
 
 from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import VectorItems
-from dualenc.data.pairs import PairDataset
-from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.image import ImageEncoder
@@ -55,7 +53,7 @@ class QuerySide:
 
         side = QuerySide(documents, "text", "perceptron", source="index", model=None,
                          work=Path("work"), device=torch.device("cpu"))
-        model = side.new_model(side.pairs(clicks).left_dim)
+        model = side.new_model(learn_log(with_inputs(log, side), documents).pairs.left_dim)
 
     Args:
         documents: documents of the index, see `dualenc.search.documents.open_documents`.
@@ -154,27 +152,6 @@ class QuerySide:
         embedded = embed(tower, queries, folder, on_error=on_error, progress=bar)
         report_skipped(embedded)
         return Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
-
-    def pairs(self, pairs: PairDataset) -> PairDataset:
-        """Return pairs whose queries are inputs of the trained model.
-
-        Pairs of queries without a vector are left out.
-        """
-        # Pairs identify queries by row numbers.
-        ids = [str(row) for row in range(pairs.num_left)]
-        queries = Corpus(ids, pairs.left_items, pairs.left_modality)
-        inputs = self.inputs(queries, "queries", on_error="skip")
-        rows = rows_of(inputs.ids, ids)
-        kept = np.flatnonzero(rows[pairs.left_id] >= 0)
-        return PairDataset(
-            inputs.items,
-            pairs.right_items,
-            rows[pairs.left_id[kept]],
-            pairs.right_id[kept],
-            weights=None if pairs.weights is None else pairs.weights[kept],
-            left_modality=inputs.modality,
-            right_modality="vector",
-        )
 
     def new_model(self, input_dim: int | None) -> DualEncoder:
         """Return the model before training.

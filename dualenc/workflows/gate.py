@@ -9,7 +9,7 @@ import numpy as np
 
 from dualenc.errors import BelowTarget
 from dualenc.evaluation.metrics import paired_bootstrap
-from dualenc.workflows.adaptation_choice import Compared
+from dualenc.workflows.adaptation_choice import Compared, pool
 
 
 class Gate(NamedTuple):
@@ -39,10 +39,7 @@ class Gate(NamedTuple):
         """Measure the gain over all queries of some tasks; without any the gate is not passed."""
         if not compared:
             return cls(required, 0, None, None, None, False)
-        before, after, groups = (
-            np.concatenate([getattr(each, name) for each in compared.values()])
-            for name in Compared._fields
-        )
+        before, after, groups = pool(compared)
         # One group varies as little as one query does: its interval would be a point.
         if len(np.unique(groups)) < 2:
             return cls(required, len(before), float((after - before).mean()), None, None, False)

@@ -10,17 +10,18 @@ import numpy as np
 from dualenc.data.corpus import used_items
 from dualenc.data.item_lists import Picked
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities
+from dualenc.data.logs.split_by_time import split_by_time
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation.feedback_queries import feedback_queries
 from dualenc.evaluation.metrics import score_queries
-from dualenc.evaluation.retrieval import divide_by_training, retrieve
+from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.types import Integers
 from dualenc.workflows.adaptation_choice import KNOWN, NEW
-from dualenc.workflows.adaptation_log import LearnedLog, divide_by_time, learn_log
+from dualenc.workflows.adaptation_log import LearnedLog, document_ids, learn_log
 
 LATER = "last tenth"
 MAX_QUERIES = 1000
@@ -58,7 +59,7 @@ def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> Las
         documents: N vectors with ids.
         seed: random seed of the queries that are measured, if there are many.
     """
-    split = divide_by_time(learned.log)
+    split = split_by_time(learned.log)
     if split is None:
         return None
     known = _propensities(learned.click_model)
@@ -70,7 +71,7 @@ def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> Las
         # One of the parts has no relevant pair.
         return None
     evaluator = IndexEvaluator.of_pairs(later, documents)
-    trained_ids = [documents.ids[row] for row in np.unique(earlier.right_id).tolist()]
+    trained_ids = document_ids(earlier, documents)
     known_qrels, new_qrels = divide_by_training(evaluator.qrels, trained_ids)
     draw = np.random.default_rng(seed)
     tasks = {}
@@ -106,16 +107,14 @@ def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str,
         pair_rows = earlier_rows[part.earlier.left_id].tolist()
         own = np.array([place.get(row, -1) for row in pair_rows])  # (M,)
         used = own >= 0
-        documents = evaluator.documents
         moved = feedback_queries(
             np.asarray(embedded.vectors, np.float32),
-            documents.vectors,
+            evaluator.documents.vectors,
             own[used],
             part.earlier.right_id[used],
             weights[used],
         )
-        run = retrieve(embedded.ids, moved, documents.ids, documents.vectors, qrels=evaluator.qrels)
-        scores = score_queries(evaluator.qrels, run)
+        scores = score_queries(evaluator.qrels, evaluator.search(embedded.ids, moved))
         found[task] = np.array([scores[name][evaluator.primary] for name in scores])
     return found
 

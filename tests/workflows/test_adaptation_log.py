@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from dualenc.data.logs.click_model import KnownPropensities
+from dualenc.data.logs.open_log import LogColumns, open_log
+from dualenc.data.logs.split_by_time import split_by_time
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.io.provenance import Provenance
-from dualenc.workflows.adaptation_log import day_of, divide_by_time, learn_log, read_log
+from dualenc.workflows.adaptation_log import day_of, learn_log
 
 N, Q, SHOWN = 120, 60, 5
 START = 1.7e9
@@ -46,7 +48,7 @@ def write_log(path: Path, sessions: int) -> Path:
 
 
 def test_relevance_is_told_from_position(tmp_path: Path, documents: Embeddings) -> None:
-    log = read_log(write_log(tmp_path / "log.csv", 4000), documents, columns={})
+    log = open_log(write_log(tmp_path / "log.csv", 4000), documents)
     learned = learn_log(log, documents)
     assert learned.click_model is not None
     assert learned.click_model.theta[:3] == pytest.approx([1, 1 / 2, 1 / 3], abs=0.07)
@@ -65,7 +67,7 @@ def test_known_propensities_are_used_as_they_are(tmp_path: Path, documents: Embe
     known = tmp_path / "known.json"
     content = {"theta": [1 / k for k in range(1, 6)], "relevant": 0.9, "irrelevant": 0.1}
     known.write_text(json.dumps(content))
-    log = read_log(write_log(tmp_path / "log.csv", 300), documents, columns={})
+    log = open_log(write_log(tmp_path / "log.csv", 300), documents)
     learned = learn_log(log, documents, KnownPropensities.read(known))
     assert learned.click_model is not None
     assert learned.click_model.theta[1] == 0.5
@@ -74,17 +76,17 @@ def test_known_propensities_are_used_as_they_are(tmp_path: Path, documents: Embe
 
 def test_clicks_alone_are_counted(tmp_path: Path, documents: Embeddings) -> None:
     (tmp_path / "clicks.csv").write_text("query,doc_id\na,d1\na,d1\na,d2\nb,d3\n")
-    learned = learn_log(read_log(tmp_path / "clicks.csv", documents, columns={}), documents)
+    learned = learn_log(open_log(tmp_path / "clicks.csv", documents), documents)
     assert learned.findings[0].startswith("clicks are counted as they are: ")
     assert learned.pairs.weights == pytest.approx([1.5, 0.75, 0.75])
 
 
 def test_the_end_of_a_log_is_held_out(tmp_path: Path, documents: Embeddings) -> None:
-    log = read_log(write_log(tmp_path / "log.csv", 200), documents, columns={})
-    split = divide_by_time(log)
+    log = open_log(write_log(tmp_path / "log.csv", 200), documents)
+    split = split_by_time(log)
     assert split is not None
     assert len(split.later) == 20 * SHOWN
     assert split.begins == START + 60 * 180
     assert day_of(split.begins) == "2023-11-15 01:13"
-    untimed = read_log(tmp_path / "log.csv", documents, columns={"time": "none"})
-    assert divide_by_time(untimed) is None
+    untimed = open_log(tmp_path / "log.csv", documents, columns=LogColumns(time="none"))
+    assert split_by_time(untimed) is None

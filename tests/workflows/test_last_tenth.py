@@ -10,10 +10,11 @@ import pytest
 
 from dualenc.data import Corpus
 from dualenc.data.item_lists import VectorItems
+from dualenc.data.logs.open_log import open_log
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder
 from dualenc.io.provenance import Provenance
-from dualenc.workflows.adaptation_log import LearnedLog, learn_log, read_log
+from dualenc.workflows.adaptation_log import LearnedLog, learn_log
 from dualenc.workflows.last_tenth import last_tenth, scores_without_training
 
 N = 20
@@ -28,7 +29,7 @@ def learned(path: Path, rows: list[tuple[str, str, int]], documents: Embeddings)
     """Write clicks with times, and return the log with vectors in place of texts."""
     lines = [f"{query},{document},{1_700_000_000 + 60 * time}" for query, document, time in rows]
     path.write_text("\n".join(["query,doc_id,timestamp", *lines]) + "\n")
-    log = read_log(path, documents, columns={})
+    log = open_log(path, documents)
     random = np.random.default_rng(0).normal(size=(len(log.queries), N)).astype(np.float32)
     queries = Corpus(log.queries.ids, VectorItems(random), "vector")
     return learn_log(replace(log, queries=queries), documents)
@@ -57,5 +58,5 @@ def test_queries_of_the_last_tenth_are_new_or_known(tmp_path: Path, documents: E
 
 def test_without_times_there_is_no_last_tenth(tmp_path: Path, documents: Embeddings) -> None:
     (tmp_path / "log.csv").write_text("query,doc_id\na,d1\nb,d2\n")
-    log = read_log(tmp_path / "log.csv", documents, columns={})
+    log = open_log(tmp_path / "log.csv", documents)
     assert last_tenth(learn_log(log, documents), documents) is None
