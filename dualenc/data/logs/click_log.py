@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -47,8 +48,22 @@ class LogColumns:
     weight: str | None = None
 
 
+class Showings:
+    """What a log and a part of one have in common: arrays with one entry per showing."""
+
+    query: Integers
+
+    def __len__(self) -> int:
+        return len(self.query)
+
+    def take(self, rows: Integers | np.ndarray) -> Self:
+        """Return some showings, given as row numbers or as a mask (n,), with all queries."""
+        arrays = {name: getattr(self, name)[rows] for name in SHOWING}
+        return replace(self, **arrays)  # type: ignore[type-var]
+
+
 @dataclass(frozen=True, eq=False)
-class ClickLog:
+class ClickLog(Showings):
     """What users were shown and did: n showings of Q queries and N documents.
 
     A showing is one document shown at one position of one results list.
@@ -92,10 +107,3 @@ class ClickLog:
                     fix="give one per showing",
                     where="ClickLog",
                 )
-
-    def __len__(self) -> int:
-        return len(self.query)
-
-    def take(self, rows: Integers | np.ndarray) -> ClickLog:
-        """Return some showings, given as row numbers or as a mask (n,), with all queries."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in SHOWING})

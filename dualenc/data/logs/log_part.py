@@ -8,13 +8,13 @@ from datetime import UTC, datetime
 
 import numpy as np
 
-from dualenc.data.logs.click_log import SHOWING
+from dualenc.data.logs.click_log import Showings
 from dualenc.data.logs.log_table import by_appearance
 from dualenc.types import Integers, Items, Modality
 
 
 @dataclass(frozen=True)
-class LogPart:
+class LogPart(Showings):
     """The showings (n,) of one source, and what its reader found.
 
     Args:
@@ -43,13 +43,6 @@ class LogPart:
     actions: Collection[str] = ()
     grades_are_relevance: bool = False
     notes: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.query)
-
-    def take(self, rows: Integers) -> LogPart:
-        """Return some of the showings, with all queries."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in SHOWING})
 
     def finding(self) -> str:
         """Return what was read, in one line."""

@@ -181,6 +181,12 @@ def read_numbers(table: DataTable, name: str) -> tuple[np.ndarray, Column]:
     return values_of(column.array, number_of), column
 
 
+def id_texts(array: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return ids as texts, whole numbers without a fraction, as pandas writes them."""
+    texts = array.cast(pa.large_string())
+    return pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0$", r"\1")
+
+
 def codes_of(array: pa.ChunkedArray) -> Integers:
     """Return a number for each value (n,), equal for equal values; -1 for missing or blank ones."""
     codes = array.dictionary_encode().combine_chunks()

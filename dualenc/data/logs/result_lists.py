@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from dualenc.data.columns import Column, ItemColumn, positions_of, read_column, read_ids
 from dualenc.data.item_lists import Picked, VectorItems
@@ -19,6 +18,7 @@ from dualenc.data.logs.log_part import LogPart, one_showing_each
 from dualenc.data.logs.log_table import (
     LogTable,
     codes_of,
+    id_texts,
     number_of,
     number_queries,
     refuse_two,
@@ -251,18 +251,12 @@ def _clicked_entries(
 
 def _keys(names_: pa.ChunkedArray, rows: Integers, shown: Column) -> tuple[Integers, Integers]:
     """Return numbers of clicked (n,) and shown (m,) values, equal for equal ids of one row."""
-    arrays = [_texts(names_), _texts(shown.array)]
+    arrays = [id_texts(names_), id_texts(shown.array)]
     chunks = [chunk for array in arrays for chunk in array.chunks]
     codes = codes_of(pa.chunked_array(chunks, pa.large_string()))
     span = int(codes.max(initial=0)) + 2
     own = codes[: len(names_)] + 1
     return rows * span + own, shown.rows * span + codes[len(names_) :] + 1
-
-
-def _texts(array: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return ids as texts, whole numbers without a fraction, as pandas writes them."""
-    texts = array.cast(pa.large_string())
-    return pc.replace_substring_regex(texts, r"^(-?[0-9]+)\.0$", r"\1")
 
 
 def _meaning(

@@ -27,6 +27,7 @@ from dualenc.data.logs.log_table import (
     LogTable,
     by_appearance,
     codes_of,
+    id_texts,
     read_numbers,
     refuse_two,
     values_of,
@@ -148,7 +149,8 @@ def read_ubi(
     session = codes[sum(len(ids) for ids, _ in searches) :]
     names_ = pa.concat_arrays([part.document for part in entries]).dictionary_encode()
     distinct = [str(value) for value in names_.dictionary.to_pylist()]
-    document = positions_of(documents.ids, distinct)[names_.indices.to_numpy()]
+    known = positions_of(documents.ids, distinct)
+    document = known[names_.indices.to_numpy()]
     if not (document >= 0).any():
         shown = repr(distinct[0][:60]) if distinct else "none"
         raise DualencError(
@@ -174,11 +176,10 @@ def read_ubi(
         position=np.concatenate([part.position for part in entries])[used],
         session=session[used],
         time=np.concatenate([part.time for part in entries])[used],
-        missing={name for name, row in zip(distinct, positions_of(documents.ids, distinct))
-                 if row < 0},
+        missing={name for name, row in zip(distinct, known.tolist()) if row < 0},
         actions=actions,
         notes=[*dict.fromkeys(notes), *shown_only(actions, weights)],
-    )  # fmt: skip
+    )
     return one_showing_each(part)
 
 
@@ -284,18 +285,19 @@ def _optional(table: LogTable, named: str | None, usual: Sequence[str]) -> str |
 
 def _strings(array: pa.ChunkedArray) -> pa.Array:
     """Return values as one array of texts."""
-    texts = pc.replace_substring_regex(array.cast(pa.large_string()), r"^(-?[0-9]+)\.0$", r"\1")
+    texts = id_texts(array)
     return texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
 
 
-def _is_filled(texts: pa.Array) -> pa.Array:
+def _is_filled(texts: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Return which texts are neither missing nor blank."""
     return pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(texts), ""), False)
 
 
 def _texts_of_queries(codes: Integers, searched: Sequence[pa.Array]) -> tuple[Integers, list[str]]:
     """Return the number of the text of each query id's code, -1 without one, and the texts."""
     texts = pa.chunked_array(list(searched))
-    filled = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(texts), ""), False).to_numpy()
+    filled = _is_filled(texts).to_numpy()
     coded = texts.dictionary_encode().combine_chunks()
     numbers = coded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
     own = codes[: len(filled)]
