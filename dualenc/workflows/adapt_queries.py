@@ -7,15 +7,11 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from operator import itemgetter
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, get_args
 
-import numpy as np
-
 from dualenc import distributed
-from dualenc.data.document_splits import DocumentSplit
 from dualenc.data.logs.click_log import ClickLog, LogColumns
 from dualenc.data.logs.click_model import KnownPropensities
 from dualenc.data.logs.open_log import open_log
@@ -23,17 +19,12 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.index_encoder import interpolate
-from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
 from dualenc.io.files import remove, removed_if_refused
-from dualenc.objectives import FrozenCorpus
 from dualenc.search.documents import fingerprint, open_documents
-from dualenc.search.index.open import Index, is_index
 from dualenc.seeds import seed_everything
 from dualenc.training.index_evaluator import IndexEvaluator
-from dualenc.training.log import read_metrics
-from dualenc.training.trainer import Trainer, TrainingResult
 from dualenc.types import Integers, StrPath
 from dualenc.workflows.adaptation_choice import (
     DEFAULT_ALPHA,
@@ -67,6 +58,7 @@ from dualenc.workflows.adaptation_tasks import (
     held_out_tasks,
     measured_tasks,
 )
+from dualenc.workflows.adaptation_training import Trainings, TrainingSettings
 from dualenc.workflows.adapting import (
     SHARES,
     TOWERS,
@@ -91,15 +83,12 @@ logger = logging.getLogger("dualenc.workflows")
 
 WORK = ".adapt"
 """Folder in the output for the vectors of a run. It marks the output of an interrupted run."""
-PATIENCE = 3
-EPOCHS = {"perceptron": 12, "linear": 12, "lora": 3, "all": 3}
 FOLDS = 5
 MANY_PAIRS = 5000
 """With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 ALPHAS = (DEFAULT_ALPHA,)
 """Values of `Choice.alpha` to choose from. Folds of few pairs understate what inf, which weighs all
 documents alike, costs new documents: with it, the choice lowers them on SciFact."""
-LEARNING_RATES = {"perceptron": 1e-3, "linear": 1e-3, "lora": 2e-4, "all": 2e-5}
 
 
 def adapt(
@@ -239,11 +228,12 @@ def adapt(
         folds = fold_clicks(pairs, held_out, _num_folds(train, len(pairs)), seed)
         for line in learned.findings:
             logger.info("%s", line)
-        settings = _Settings(epochs, batch_size, learning_rate, temperature, seed)
-        run = _Run(folder, log, checksum, side, learned, later, folds, settings)
+        settings = TrainingSettings(epochs, batch_size, learning_rate, temperature, seed)
+        trainings = Trainings(folder / "training", side, settings, resume)
+        run = _Run(folder, log, checksum, side, learned, later, folds, trainings)
         # Opened before the training: a test folder that does not fit fails now and not in hours.
         tasks = measured_tasks(run.trained_ids, side, test, second)
-        result = _adapt(run, tasks, keep, require_gain, resume)
+        result = _adapt(run, tasks, keep, require_gain)
         if distributed.is_main():
             remove(work)
         # Hold the lock until the files are complete.
@@ -286,16 +276,6 @@ def _check_output(folder: Path, resume: bool) -> None:
         )
 
 
-class _Settings(NamedTuple):
-    """How the queries are trained; see `adapt`."""
-
-    epochs: int | None
-    batch_size: int
-    learning_rate: float | None
-    temperature: float
-    seed: int
-
-
 @dataclass(frozen=True)
 class _Run:
     """An adaptation that can start.
@@ -310,22 +290,12 @@ class _Run:
     learned: LearnedLog
     later: LastTenth | None
     clicked: ClickFolds
-    settings: _Settings
+    trainings: Trainings
 
     @cached_property
     def trained_ids(self) -> list[str]:
         """Ids of the documents in pairs."""
         return document_ids(self.learned.pairs, self.side.documents)
-
-    @property
-    def epochs(self) -> int:
-        """Maximum number of passes over the pairs."""
-        given = self.settings.epochs
-        return EPOCHS[self.side.trained] if given is None else given
-
-    def batch_size(self, pairs: PairDataset) -> int:
-        """Return the batch size: one larger than the data would leave no step."""
-        return min(self.settings.batch_size, len(pairs))
 
 
 def _adapt(
@@ -333,20 +303,19 @@ def _adapt(
     tasks: Mapping[str, IndexEvaluator],
     keep: float | None,
     require_gain: float | None,
-    resume: bool,
 ) -> AdaptResult:
     """Choose by folds, train on all pairs, measure, and write model and report."""
     # Initial weights depend on the seed alone, and not on what was embedded before.
-    seed_everything(run.settings.seed)
+    seed_everything(run.trainings.settings.seed)
     original = run.side.new_model(run.learned.pairs.left_dim)
     # A model that cannot be saved should fail before the training.
     run.side.finished(original, run.trained_ids)
     # A given share may lie between the usual ones.
     shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
-    choice, held_out = _choose(run, original, shares, keep, resume)
+    choice, held_out = _choose(run, original, shares, keep)
     compared = dict(choice.compared)
     if run.later is not None:
-        held_out, by_time = _measure_later(run, original, choice, resume)
+        held_out, by_time = _measure_later(run, original, choice)
         compared |= by_time
     gate = None
     if require_gain is not None:
@@ -355,7 +324,9 @@ def _adapt(
     adapted, steps = copy.deepcopy(original), 0
     points: list[Interpolated] = []
     if share < 1:
-        adapted, steps = _train_all(run, original, choice, resume)
+        adapted, steps = run.trainings.on_all(
+            "all", original, run.learned.pairs, choice.alpha, choice.steps
+        )
     if tasks:
         points = score_interpolations(original, adapted, tasks, shares)
     adapted.load_state_dict(interpolate(original, adapted, share))
@@ -395,14 +366,16 @@ class _HeldOut(NamedTuple):
 
 
 def _measure_later(
-    run: _Run, original: DualEncoder, choice: Choice, resume: bool
+    run: _Run, original: DualEncoder, choice: Choice
 ) -> tuple[_HeldOut, dict[str, Compared]]:
     """Train on the earlier part of the log as chosen, and measure the queries of its last tenth."""
     later = run.later
     assert later is not None
     adapted = copy.deepcopy(original)
     if choice.keep < 1:
-        adapted, _ = _train_all(run, original, choice, resume, later.earlier, "earlier")
+        adapted, _ = run.trainings.on_all(
+            "earlier", original, later.earlier, choice.alpha, choice.steps
+        )
     points = score_interpolations(original, adapted, later.tasks, sorted({choice.keep, 1.0}))
     adapted.load_state_dict(interpolate(original, adapted, choice.keep))
     compared = _compare(points, later.tasks, choice.keep, run.side.documents)
@@ -434,7 +407,7 @@ def _examples(run: _Run, original: DualEncoder, held_out: _HeldOut) -> Table:
 
 
 def _choose(
-    run: _Run, original: DualEncoder, shares: Sequence[float], keep: float | None, resume: bool
+    run: _Run, original: DualEncoder, shares: Sequence[float], keep: float | None
 ) -> tuple[Choice, _HeldOut | None]:
     """Train on every fold, and choose by the held-out queries of all.
 
@@ -444,6 +417,8 @@ def _choose(
     folds, documents = run.clicked.folds, run.side.documents
     if run.clicked.unmeasured is not None:
         return unmeasured_choice(keep, run.clicked.unmeasured), None
+    # With few pairs that end would be chance; the share of the original weights does as well.
+    stops_early = run.side.trained not in TOWERS or len(run.clicked.pairs) > MANY_PAIRS
     trials: list[list[Trial]] = []
     groups: list[dict[str, Integers]] = []
     first: dict[float, DualEncoder] = {}
@@ -451,8 +426,9 @@ def _choose(
         tasks = held_out_tasks(fold, documents)
         trials.append([])
         for alpha in ALPHAS:
-            name = f"fold-{number}-{_name_of(alpha)}"
-            adapted, steps = _train_fold(run, original, fold, alpha, name, resume)
+            adapted, steps = run.trainings.on_fold(
+                f"fold-{number}", original, fold, alpha, stops_early
+            )
             points = score_interpolations(original, adapted, tasks, shares)
             trials[-1].append(Trial(alpha, steps, points))
             if number == 0:
@@ -467,136 +443,6 @@ def _choose(
     assert held_out is not None
     evaluator = IndexEvaluator.of_pairs(held_out, documents)
     return choice, _HeldOut(evaluator, model, held_out)
-
-
-def _name_of(alpha: float) -> str:
-    """Return how folders name a value of α."""
-    return "alike" if math.isinf(alpha) else f"alpha-{alpha:g}"
-
-
-def _train_fold(
-    run: _Run, original: DualEncoder, fold: DocumentSplit, alpha: float, name: str, resume: bool
-) -> tuple[DualEncoder, int]:
-    """Train on a fold; return the model, and the number of its steps.
-
-    A text model, or a map of many pairs, is trained until held-out queries do not improve, and the
-    best weights count. With few pairs that end would be chance; the share of the original weights
-    does as well.
-    """
-    assert fold.held_out is not None
-    pairs = fold.train
-    batch_size = run.batch_size(pairs)
-    # An epoch leaves out what fills no batch, which of few pairs may be half of them.
-    steps = max(1, round(run.epochs * len(pairs) / batch_size))
-    if run.side.trained in TOWERS and len(run.clicked.pairs) <= MANY_PAIRS:
-        training = _fit(run, _trainer(run, pairs, name, steps), original, pairs, alpha, resume)
-        return load_model(training.model_folder, run.side.device), steps
-    trainer = _trainer(run, pairs, name, steps)
-    # Once per epoch.
-    trainer.evaluate_every = max(1, len(pairs) // batch_size)
-    trainer.patience = PATIENCE
-    evaluator = IndexEvaluator.of_pairs(fold.held_out, run.side.documents)
-    training = _fit(run, trainer, original, pairs, alpha, resume, evaluator)
-    best = distributed.from_main(partial(_best_step, Path(trainer.output), evaluator.primary))
-    return load_model(training.model_folder, run.side.device), best
-
-
-def _best_step(folder: Path, metric: str) -> int:
-    """Return the step of a training after which it was best, by its log."""
-    name = f"evaluation/{metric}"
-    lines = [line for line in read_metrics(folder / "metrics.jsonl") if name in line]
-    after = [line for line in lines if line["step"] > 0]
-    return int(max(after, key=itemgetter(name))["step"])
-
-
-def _train_all(
-    run: _Run,
-    original: DualEncoder,
-    choice: Choice,
-    resume: bool,
-    pairs: PairDataset | None = None,
-    name: str = "all",
-) -> tuple[DualEncoder, int]:
-    """Train on all pairs for as many steps as the folds; return the model and its steps.
-
-    More steps, as the larger number of pairs suggests, would go further from the original than
-    what was measured.
-    """
-    pairs = run.learned.pairs if pairs is None else pairs
-    steps = choice.steps
-    if steps is None:
-        steps = max(1, round(run.epochs * len(pairs) / run.batch_size(pairs)))
-    # Another choice is another training.
-    name = f"{name}-{_name_of(choice.alpha)}-{steps}"
-    trainer = _trainer(run, pairs, name, steps)
-    training = _fit(run, trainer, original, pairs, choice.alpha, resume)
-    return load_model(training.model_folder, run.side.device), training.steps
-
-
-def _trainer(run: _Run, pairs: PairDataset, name: str, steps: int) -> Trainer:
-    """Return a trainer of a fold or of all pairs."""
-    trained, settings = run.side.trained, run.settings
-    rate = settings.learning_rate
-    return Trainer(
-        output=run.folder / "training" / name,
-        batch_size=run.batch_size(pairs),
-        max_steps=steps,
-        # Not `or`: the trainer should refuse 0.
-        learning_rate=LEARNING_RATES[trained] if rate is None else rate,
-        # Maps are too small to gain from half precision.
-        mixed_precision="no" if trained in TOWERS else "auto",
-        seed=settings.seed,
-        progress=run.side.progress,
-    )
-
-
-def _fit(
-    run: _Run,
-    trainer: Trainer,
-    original: DualEncoder,
-    pairs: PairDataset,
-    alpha: float,
-    resume: bool,
-    evaluator: IndexEvaluator | None = None,
-) -> TrainingResult:
-    """Train a copy of the original; a finished training is only read."""
-    weights = None
-    if not math.isinf(alpha):
-        weights = np.bincount(pairs.right_id, pairs.weights, len(run.side.documents)) + alpha
-    return trainer.fit(
-        # The original is needed afterwards, to interpolate between both.
-        copy.deepcopy(original),
-        pairs,
-        _objective(run.side, pairs.num_left, run.settings.temperature, weights),
-        evaluator=evaluator,
-        resume=resume,
-    )
-
-
-def _objective(
-    side: QuerySide, num_left: int, temperature: float, weights: np.ndarray | None
-) -> FrozenCorpus:
-    """Return the softmax over all documents, weighted by (N,) weights.
-
-    With more documents than can be summed exactly, it uses those that the index finds and a sample.
-    """
-    # Only an index can find the nearest documents; without one, all of them are summed.
-    search = None
-    if is_index(side.source):
-        opened = Index.open(side.source)
-
-        def search(queries: np.ndarray, nearest: int) -> np.ndarray:
-            return opened.search_rows(queries, nearest)[1]
-
-    return FrozenCorpus(
-        side.documents.vectors,
-        weights=weights,
-        search=search,
-        num_left=num_left,
-        temperature=temperature,
-        # Include the positive in the sum, as a softmax does.
-        positive_in_softmax=True,
-    )
 
 
 def _compare(
@@ -628,7 +474,8 @@ def _save(run: _Run, adapted: DualEncoder) -> str:
 
 def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
     """Return the settings and counts of a training."""
-    temperature = f"temperature {run.settings.temperature:g}"
+    settings = run.trainings.settings
+    temperature = f"temperature {settings.temperature:g}"
     weights = "documents weigh alike"
     if not math.isinf(choice.alpha):
         weights = f"a document weighs its clicks + {choice.alpha:g}"
@@ -642,10 +489,8 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
         "documents in pairs": len(run.trained_ids),
         "folds": len(run.clicked.folds),
         "trained": run.side.trained,
-        "objective": (
-            f"FrozenCorpus, {temperature}, batches of {run.settings.batch_size}, {weights}"
-        ),
+        "objective": (f"FrozenCorpus, {temperature}, batches of {settings.batch_size}, {weights}"),
         "steps on all pairs": steps,
-        "seed": run.settings.seed,
+        "seed": settings.seed,
         "model": str(run.folder / "model"),
     }
