@@ -26,7 +26,15 @@ from pathlib import Path
 import frame
 import numpy as np
 import torch
-from adapting_task import GROUPS, Task, best_share, open_task, scores_of, write_task
+from adapting_task import (
+    GROUPS,
+    Task,
+    best_share,
+    new_map,
+    open_task,
+    scores_of,
+    write_judged,
+)
 from frame import Outcome, Run, Settings, Store
 
 from dualenc.encoders import DualEncoder, interpolate
@@ -72,7 +80,7 @@ def new_objective(task: Task, settings: Settings) -> Objective:
     """Return the objective of a training."""
     common = {"temperature": settings["temperature"], "num_left": task.pairs.num_left}
     if settings["method"] == EXACT:
-        return FrozenCorpus(task.index.vectors, positive_in_softmax=True, **common)
+        return FrozenCorpus(task.documents.vectors, positive_in_softmax=True, **common)
     return InfoNCE(num_right=task.pairs.num_right, **common)
 
 
@@ -81,7 +89,7 @@ def train(
 ) -> tuple[DualEncoder, frame.Trained]:
     """Train a map of queries; return the map before, and what was trained."""
     torch.manual_seed(settings["seed"])
-    original = task.new_map(settings["map"])
+    original = new_map(task.documents, settings["map"])
     batch_size = min(METHODS[settings["method"]], len(task.pairs))
     trained = frame.train(
         copy.deepcopy(original),
@@ -105,9 +113,9 @@ def measure(task: Task, settings: Settings) -> Outcome:
     points = score_interpolations(original, best.model, task.held_out)
     share = best_share(points, "new", list(task.held_out))
     best.model.load_state_dict(interpolate(original, best.model, share))
-    last = task.grouped(task.scores(trained.model))
+    last = task.measure(trained.model)
     progress = best.qualities.index(max(best.qualities)) / (len(best.qualities) - 1)
-    return task.grouped(task.scores(best.model)) | {
+    return task.measure(best.model) | {
         "validation": round(max(best.qualities), 4),
         "share": share,
         "last": {name: last[name] for name in GROUPS if name in last},
@@ -140,7 +148,7 @@ def run(
     for name in tasks:
         task = open_task(data, vectors, name)
         unadapted = {"task": name, "method": "unadapted"}
-        store.get([unadapted], lambda _, task=task: task.grouped(task.scores()))
+        store.get([unadapted], lambda _, task=task: task.measure())
         common = {"task": name, "held_out": "both", "map": tower}
         steps = epochs * len(task.pairs) / METHODS[EXACT]
         lengths = [{"steps": round(share * steps)} for share in (tuning, 1)]
@@ -228,8 +236,8 @@ def check(folder: Path) -> None:
     places = np.array([*range(80), *range(20)])
     pairs = np.stack([np.arange(100), places], axis=1)
     splits = {"train": np.concatenate([pairs[:60], pairs[80:98]]), "test": pairs[60:80]}
-    write_task(folder, documents, documents[places] @ turn, splits)
-    run(folder / "data", folder / "vectors", ["toy"], epochs=20, tuning=1)
+    *where, name = write_judged(folder, documents, documents[places] @ turn, splits)
+    run(*where, [name], epochs=20, tuning=1)
     [unadapted], *found = (Store(STORE).where(method=name) for name in ("unadapted", *METHODS))
     for runs in found:
         assert len(runs) == 2

@@ -1,14 +1,16 @@
-"""Vectors, training pairs and queries of `adapting.py`, and its measure of quality."""
+"""Judged collections as vectors, for what adapts queries to them, and their measure of quality."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from frame import Outcome
+from tasks import vector_pairs
 from toys import write_beir
 
 from dualenc.data import PairDataset
@@ -17,9 +19,11 @@ from dualenc.data.corpus import Corpus
 from dualenc.data.document_splits import split_by_documents
 from dualenc.data.item_lists import VectorItems
 from dualenc.data.readers.beir import read_judged_queries, relevant_pairs
+from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder
 from dualenc.encoders.vector import TowerKind
+from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
@@ -30,37 +34,90 @@ HELD_OUT, MAX_HELD_OUT = 0.1, 500
 """Share of the training pairs to hold out, and maximum number of queries of a kind."""
 
 
+class Judged(NamedTuple):
+    """Vectors of N documents and of queries, and judgments by part, "train" and "test"."""
+
+    documents: Embeddings
+    queries: Corpus
+    qrels: dict[str, Qrels]
+
+    def pairs(self, part: str) -> PairDataset:
+        """Return the relevant pairs of a part; ids are rows of the queries and documents."""
+        used, left, right, _ = relevant_pairs(self.queries, self.qrels[part], self.documents.ids)
+        left = rows_of(self.queries.ids, used.ids)[left]
+        return vector_pairs(self.queries.items, VectorItems(self.documents.vectors), left, right)
+
+    def test(self) -> IndexEvaluator:
+        """Return an evaluator of the test queries."""
+        test = self.qrels["test"]
+        return IndexEvaluator(self.queries, test, self.documents).among(list(test))
+
+
+def open_judged(data: Path, vectors: Path, name: str, in_memory: bool = False) -> Judged:
+    """Open the judgments of a BEIR folder, and the vectors that `dualenc embed` made of its sides.
+
+    Args:
+        data: folder of BEIR folders.
+        vectors: folder of folders with `corpus` and `queries`.
+        name: name of the folder in both.
+        in_memory: read the vectors at once, as float32, for trainings that are short and many.
+    """
+    documents, queries = (Embeddings.open(vectors / name / side) for side in ("corpus", "queries"))
+    if in_memory:
+        documents, queries = (
+            Embeddings(list(side.ids), np.array(side.vectors[:], np.float32))
+            for side in (documents, queries)
+        )
+    folder = data / name
+    qrels = {
+        part: read_judged_queries(folder, part, documents.ids, BadRows(folder))[1]
+        for part in ("train", "test")
+        if (folder / "qrels" / f"{part}.tsv").exists()
+    }
+    return Judged(documents, Corpus(queries.ids, VectorItems(queries.vectors), "vector"), qrels)
+
+
+def new_map(documents: Embeddings, tower: TowerKind = "dense") -> VectorEncoder:
+    """Return a map of queries that changes nothing yet."""
+    return VectorEncoder(documents.dim, tower=tower, right_tower="identity")
+
+
+def ids_of(pairs: PairDataset, documents: Embeddings) -> set[str]:
+    """Return the ids of the documents in pairs."""
+    return {documents.ids[row] for row in pairs.right_id.tolist()}
+
+
+def scores_of(model: DualEncoder, evaluator: IndexEvaluator) -> list[float]:
+    """Return nDCG@10 of each query."""
+    return [scores[evaluator.primary] for scores in evaluator.per_query(model).values()]
+
+
 @dataclass
 class Task:
-    """What is trained on and measured.
+    """What `adapting.py` trains on and measures.
 
     Attributes:
-        index: N documents.
-        pairs: pairs of query vectors and documents to train on; right ids are rows of the index.
+        documents: N documents.
+        pairs: pairs of query vectors and documents to train on; right ids are rows of documents.
         held_out: held-out queries, "new" without and "known" with their documents in training.
         test: the test queries.
         listed: ids of the documents in any pair, held out or not.
     """
 
-    name: str
-    index: Embeddings
+    documents: Embeddings
     pairs: PairDataset
     held_out: dict[str, IndexEvaluator]
     test: IndexEvaluator
     listed: set[str]
 
-    def new_map(self, tower: TowerKind = "dense") -> VectorEncoder:
-        """Return a map of queries that changes nothing yet."""
-        return VectorEncoder(self.index.dim, tower=tower, right_tower="identity")
+    def measure(self, model: DualEncoder | None = None) -> Outcome:
+        """Return mean nDCG@10 over all, seen and new test queries, and their numbers.
 
-    def scores(self, model: DualEncoder | None = None) -> list[float]:
-        """Return nDCG@10 of each test query, by default of their vectors as they are."""
-        return scores_of(model or self.new_map(), self.test)
-
-    def grouped(self, scores: Sequence[float]) -> Outcome:
-        """Return means over all, seen and new test queries, from (Q,) scores; and the numbers."""
+        Without a model, query vectors stay as they are.
+        """
+        scores = scores_of(model or new_map(self.documents), self.test)
         per_query = dict(zip(self.test.qrels, scores, strict=True))
-        seen, _ = divide_by_training(self.test.qrels, ids_of(self.pairs, self.index))
+        seen, _ = divide_by_training(self.test.qrels, ids_of(self.pairs, self.documents))
         _, new = divide_by_training(self.test.qrels, self.listed)
         groups = dict(zip(GROUPS, (per_query, seen, new), strict=True))
         means = {
@@ -71,38 +128,18 @@ class Task:
         return means | {f"{name} queries": len(group) for name, group in groups.items()}
 
 
-def open_task(
-    data: Path,
-    vectors: Path,
-    name: str,
-    observe: Callable[[PairDataset], PairDataset] = lambda pairs: pairs,
-) -> Task:
-    """Open vectors and judgments, and hold queries of both kinds out, as `dualenc adapt` does.
-
-    Args:
-        data: folder of BEIR folders.
-        vectors: folder of what `dualenc embed` made of their sides.
-        name: name of the folder in both.
-        observe: what is seen of the relevant pairs, such as a part of them, or simulated clicks.
-    """
-    index = Embeddings.open(vectors / name / "corpus")
-    embedded = Embeddings.open(vectors / name / "queries")
-    queries = Corpus(embedded.ids, VectorItems(embedded.vectors), "vector")
-    train, test = (
-        read_judged_queries(data / name, part, index.ids, BadRows(data / name))[1]
-        for part in ("train", "test")
-    )
-    used, *ids, _ = relevant_pairs(queries, train, index.ids)
-    modalities = {"left_modality": "vector", "right_modality": "vector"}
-    pairs = observe(PairDataset(used.items, VectorItems(index.vectors), *ids, **modalities))
+def open_task(data: Path, vectors: Path, name: str) -> Task:
+    """Open a judged collection, and hold queries of both kinds out, as `dualenc adapt` does."""
+    judged = open_judged(data, vectors, name)
+    pairs = judged.pairs("train")
     parts = split_by_documents(pairs, HELD_OUT, MAX_HELD_OUT)
     held_out = {
-        kind: IndexEvaluator.of_pairs(part, index)
+        kind: IndexEvaluator.of_pairs(part, judged.documents)
         for kind, part in (("new", parts.new), ("known", parts.known))
         if part is not None
     }
-    tested = IndexEvaluator(queries, test, index).among(list(test))
-    return Task(name, index, parts.train, held_out, tested, ids_of(pairs, index))
+    listed = ids_of(pairs, judged.documents)
+    return Task(judged.documents, parts.train, held_out, judged.test(), listed)
 
 
 def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[str]) -> float:
@@ -132,20 +169,10 @@ def best_share(points: Sequence[Interpolated], unharmed: str, tasks: Sequence[st
     return max(allowed, key=quality).keep
 
 
-def ids_of(pairs: PairDataset, index: Embeddings) -> set[str]:
-    """Return the ids of the documents in pairs."""
-    return {index.ids[row] for row in pairs.right_id.tolist()}
-
-
-def scores_of(model: DualEncoder, evaluator: IndexEvaluator) -> list[float]:
-    """Return nDCG@10 of each query."""
-    return [scores[evaluator.primary] for scores in evaluator.per_query(model).values()]
-
-
-def write_task(
+def write_judged(
     folder: Path, documents: np.ndarray, queries: np.ndarray, splits: dict[str, np.ndarray]
-) -> Task:
-    """Write vectors (N, D) and (Q, D) and the pairs (P, 2) of each split, and open them."""
+) -> tuple[Path, Path, str]:
+    """Write vectors (N, D) and (Q, D) and pairs (P, 2) by split, to open with what is returned."""
     texts = {}
     identity = VectorEncoder(documents.shape[1], tower="identity").left
     for side, rows in (("queries", queries), ("corpus", documents)):
@@ -157,4 +184,4 @@ def write_task(
         for split, pairs in splits.items()
     }
     write_beir(folder / "data" / "toy", **texts, judged=judged)
-    return open_task(folder / "data", folder / "vectors", "toy")
+    return folder / "data", folder / "vectors", "toy"

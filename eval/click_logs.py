@@ -22,23 +22,24 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import frame
 import numpy as np
 import torch
-from adapting_task import ids_of, open_task, write_task
+from adapting_task import ids_of, new_map, open_judged, scores_of, write_judged
 from frame import Outcome, Settings, Store
+from tasks import vector_pairs
 
 from dualenc.data import PairDataset
-from dualenc.data.corpus import Corpus
-from dualenc.data.item_lists import Picked, VectorItems
+from dualenc.data.corpus import Corpus, used_items
+from dualenc.data.item_lists import VectorItems
 from dualenc.data.logs.click_counts import count, distinct_pairs
 from dualenc.data.logs.click_em import maximize, posterior
 from dualenc.data.logs.click_log import ClickLog
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
-from dualenc.data.logs.relevance_of_clicks import pairs_of
+from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import VectorEncoder, interpolate
 from dualenc.evaluation.feedback_queries import feedback_queries
@@ -71,7 +72,6 @@ class Collection:
         shown: rows of the ten documents nearest to each query, (Q, 10), best first.
         relevant: whether they are relevant, (Q, 10).
         tested: test queries by group, and "in log".
-        original: their nDCG@10 before.
     """
 
     documents: Embeddings
@@ -79,63 +79,38 @@ class Collection:
     shown: np.ndarray
     relevant: np.ndarray
     tested: dict[str, IndexEvaluator]
-    original: dict[str, float]
 
-    def new_map(self) -> VectorEncoder:
-        """Return a map of queries that changes nothing yet."""
-        return VectorEncoder(self.documents.dim, tower="dense", right_tower="identity")
-
-    @torch.no_grad()
     def scores(self, model: VectorEncoder) -> dict[str, float]:
         """Return mean nDCG@10 by group."""
-        found = {}
-        for name, part in self.tested.items():
-            vectors = torch.from_numpy(vectors_of(part.queries))
-            found[name] = mean_ndcg(part, model.left({"vector": vectors}).numpy())
-        return found
+        return {name: statistics.mean(scores_of(model, own)) for name, own in self.tested.items()}
+
+    @cached_property
+    def original(self) -> dict[str, float]:
+        """Mean nDCG@10 by group before."""
+        return self.scores(new_map(self.documents))
 
 
 def open_collection(data: Path, vectors: Path, name: str) -> Collection:
     """Open vectors and judgments, and search with all training queries."""
-    every: list[PairDataset] = []
-
-    def observe(pairs: PairDataset) -> PairDataset:
-        every.append(pairs)
-        return pairs
-
-    task = open_task(data, vectors, name, observe)
-    [pairs] = every
-    used, left = np.unique(pairs.left_id, return_inverse=True)
-    items = Picked(pairs.left_items, used)
-    queries = Corpus([str(row) for row in range(len(used))], items, "vector")
-    matrix = np.stack([items[row] for row in range(len(used))]).astype(np.float32)
-    # In memory, and as float32: every training reads them many times.
-    documents = Embeddings(list(task.index.ids), np.array(task.index.vectors[:], np.float32))
-    run = retrieve(queries.ids, matrix, documents.ids, documents.vectors, depth=DEPTH)
-    row_of = {own: row for row, own in enumerate(documents.ids)}
-    shown = np.array([[row_of[own] for own in run[query]] for query in queries.ids])
-    judged = set(zip(left.tolist(), pairs.right_id.tolist(), strict=True))
-    relevant = np.array(
-        [[(row, own) in judged for own in rows] for row, rows in enumerate(shown.tolist())]
+    judged = open_judged(data, vectors, name, in_memory=True)
+    documents, pairs = judged.documents, judged.pairs("train")
+    queries, left = used_items(pairs, "left")
+    run = retrieve(
+        queries.ids, vectors_of(queries), documents.ids, documents.vectors, depth=DEPTH
     )
-    listed = ids_of(pairs, documents)
-    test = IndexEvaluator(task.test.queries, task.test.qrels, documents)
-    seen, new = divide_by_training(test.qrels, listed)
-    tested = {part: test.among(list(own)) for part, own in (("seen", seen), ("new", new)) if own}
-    some = np.random.default_rng(0).permutation(len(used))[:IN_LOG]
-    own_pairs = PairDataset(
-        items,
-        VectorItems(documents.vectors),
-        left,
-        pairs.right_id,
-        left_modality="vector",
-        right_modality="vector",
-    )
-    measured = own_pairs.take(np.flatnonzero(np.isin(left, some)))
-    tested["in log"] = IndexEvaluator.of_pairs(measured, documents)
-    collection = Collection(documents, queries, shown, relevant, tested, {})
-    collection.original |= collection.scores(collection.new_map())
-    return collection
+    shown = np.array([rows_of(documents.ids, list(run[query])) for query in queries.ids])
+    relevant = np.zeros(shown.shape, bool)
+    for query, document in zip(left, pairs.right_id, strict=True):
+        relevant[query] |= shown[query] == document
+    test = judged.test()
+    divided = divide_by_training(test.qrels, ids_of(pairs, documents))
+    tested = {
+        group: test.among(list(own)) for group, own in zip(GROUPS, divided, strict=False) if own
+    }
+    some = np.random.default_rng(0).permutation(len(queries))[:IN_LOG]
+    in_log = pairs.take(np.flatnonzero(np.isin(left, some)))
+    tested["in log"] = IndexEvaluator.of_pairs(in_log, documents)
+    return Collection(documents, queries, shown, relevant, tested)
 
 
 def theta_of(settings: Settings) -> np.ndarray:
@@ -168,68 +143,40 @@ def simulate(collection: Collection, settings: Settings, relevant: float = RELEV
     )
 
 
-def fitted(log: ClickLog, known: KnownPropensities | None = None) -> ClickModel:
-    """Fit the click model to a log."""
-    clicked = log.reward > 0
-    return fit_click_model(log.query, log.document, log.position, clicked, known=known)
-
-
-def weighted(
-    log: ClickLog, collection: Collection, pairs: np.ndarray, weights: np.ndarray
-) -> PairDataset | None:
-    """Return training pairs (P, 2) of a log with a weight above 0, or None without any."""
-    used = np.flatnonzero(weights > 0)
-    if not len(used):
-        return None
-    return PairDataset(
-        log.queries.items,
-        VectorItems(collection.documents.vectors),
-        pairs[used, 0],
-        pairs[used, 1],
-        weights=weights[used],
-        left_modality="vector",
-        right_modality="vector",
-    )
-
-
-def judged_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
-    """Return the relevant pairs among those shown."""
+def judged_weights(log: ClickLog, collection: Collection, settings: Settings) -> np.ndarray:
+    """Return 1 for the relevant pairs among those shown."""
     pairs, _ = distinct_pairs(log.query, log.document)
-    known = np.argwhere(collection.relevant)
-    relevant = {(query, int(collection.shown[query, place])) for query, place in known.tolist()}
-    weights = np.array([float((query, own) in relevant) for query, own in pairs.tolist()])
-    return weighted(log, collection, pairs, weights)
+    is_own = collection.shown[pairs[:, 0]] == pairs[:, 1:]
+    return (is_own & collection.relevant[pairs[:, 0]]).any(axis=1).astype(float)
 
 
-def clicked_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
-    """Return every clicked pair, with weight 1."""
-    pairs, row = distinct_pairs(log.query, log.document)
-    return weighted(log, collection, pairs, (np.bincount(row, log.reward) > 0).astype(float))
+def clicked_weights(log: ClickLog, collection: Collection, settings: Settings) -> np.ndarray:
+    """Return 1 for every clicked pair."""
+    return (counted_weights(log, collection, settings) > 0).astype(float)
 
 
-def counted_pairs(log: ClickLog, collection: Collection, settings: Settings) -> PairDataset | None:
-    """Return pairs weighted by clicks: those of `adapt` without a click model."""
-    return pairs_of(log, collection.documents, None)
+def counted_weights(
+    log: ClickLog, collection: Collection, settings: Settings, by_propensity: bool = False
+) -> np.ndarray:
+    """Return clicks, mean 1, as `adapt` counts them without a click model.
+
+    `by_propensity` divides each click by the true probability that its position is examined.
+    """
+    _, row = distinct_pairs(log.query, log.document)
+    examined = theta_of(settings)[log.position - 1] if by_propensity else 1.0
+    weights = np.bincount(row, log.reward / examined)
+    return weights / weights.mean(where=weights > 0) if weights.any() else weights
 
 
-def propensity_pairs(
-    log: ClickLog, collection: Collection, settings: Settings
-) -> PairDataset | None:
-    """Return pairs weighted by clicks over the true probability of examination, mean 1."""
-    pairs, row = distinct_pairs(log.query, log.document)
-    weights = np.bincount(row, log.reward / theta_of(settings)[log.position - 1])
-    return weighted(log, collection, pairs, weights / weights[weights > 0].mean())
-
-
-def posterior_pairs(
+def posterior_weights(
     log: ClickLog,
     collection: Collection,
     settings: Settings,
     threshold: float | None = None,
     is_known: bool = False,
     is_forced: bool = False,
-) -> PairDataset | None:
-    """Return clicked pairs by the probability of relevance; counts where it is unidentified.
+) -> np.ndarray:
+    """Return the probability of relevance of clicked pairs; clicks where it is unidentified.
 
     `is_forced` fits the model to a log that cannot identify it, too.
     """
@@ -242,27 +189,30 @@ def posterior_pairs(
         counts = count(log.query, log.document, log.position, log.reward, pool=False)
         relevance = posterior(counts, maximize(counts))
     elif model.unidentified is not None:
-        return counted_pairs(log, collection, settings)
-    pairs, row = distinct_pairs(log.query, log.document)
-    weights = np.where(np.bincount(row, log.reward) > 0, relevance, 0)
-    if threshold is not None:
-        weights = (weights > threshold).astype(float)
-    return weighted(log, collection, pairs, weights)
+        return counted_weights(log, collection, settings)
+    weights = relevance * clicked_weights(log, collection, settings)
+    return weights if threshold is None else (weights > threshold).astype(float)
 
 
-Maker = Callable[[ClickLog, Collection, Settings], PairDataset | None]
-METHODS: dict[str, Maker] = {
-    "true judgments": judged_pairs,
-    "every clicked pair": clicked_pairs,
-    "clicks counted": counted_pairs,
-    "inverse propensity": propensity_pairs,
-    "posterior as weight": posterior_pairs,
-    "posterior > 1/2": partial(posterior_pairs, threshold=0.5),
-    "posterior > 1/2, known": partial(posterior_pairs, threshold=0.5, is_known=True),
-    "posterior > 1/2, unidentified": partial(posterior_pairs, threshold=0.5, is_forced=True),
-    ROCCHIO: posterior_pairs,
-    IN_BATCH: clicked_pairs,
+def fitted(log: ClickLog, known: KnownPropensities | None = None) -> ClickModel:
+    """Fit the click model to a log."""
+    clicked = log.reward > 0
+    return fit_click_model(log.query, log.document, log.position, clicked, known=known)
+
+
+METHODS: dict[str, Callable[[ClickLog, Collection, Settings], np.ndarray]] = {
+    "true judgments": judged_weights,
+    "every clicked pair": clicked_weights,
+    "clicks counted": counted_weights,
+    "inverse propensity": partial(counted_weights, by_propensity=True),
+    "posterior as weight": posterior_weights,
+    "posterior > 1/2": partial(posterior_weights, threshold=0.5),
+    "posterior > 1/2, known": partial(posterior_weights, threshold=0.5, is_known=True),
+    "posterior > 1/2, unidentified": partial(posterior_weights, threshold=0.5, is_forced=True),
+    ROCCHIO: posterior_weights,
+    IN_BATCH: clicked_weights,
 }
+"""Weights (P,) of the distinct pairs of a log, which are training pairs if above 0."""
 
 
 def measure(collection: Collection, settings: Settings) -> Outcome:
@@ -270,16 +220,20 @@ def measure(collection: Collection, settings: Settings) -> Outcome:
     if settings["method"] == ORIGINAL:
         return {name: round(value, 4) for name, value in collection.original.items()}
     log = simulate(collection, settings)
-    pairs = METHODS[settings["method"]](log, collection, settings)
-    facts: Outcome = {"pairs": 0 if pairs is None else len(pairs)}
-    if pairs is None:
-        scores = collection.original
-    elif settings["method"] == ROCCHIO:
-        scores = collection.original | {"in log": rocchio(collection, pairs)}
-    else:
-        adapted, facts["done"], seconds = train(collection, pairs, settings)
-        facts["spent"] = round(seconds, 1)
-        scores = collection.scores(adapted)
+    weights = METHODS[settings["method"]](log, collection, settings)
+    used = np.flatnonzero(weights > 0)
+    facts: Outcome = {"pairs": len(used)}
+    scores = collection.original
+    if len(used):
+        ids = distinct_pairs(log.query, log.document)[0][used].T
+        items = log.queries.items, VectorItems(collection.documents.vectors)
+        pairs = vector_pairs(*items, *ids, weights=weights[used])
+        if settings["method"] == ROCCHIO:
+            scores = scores | {"in log": rocchio(collection, pairs)}
+        else:
+            adapted, facts["done"], seconds = train(collection, pairs, settings)
+            facts["spent"] = round(seconds, 1)
+            scores = collection.scores(adapted)
     return {name: round(value, 4) for name, value in scores.items()} | facts
 
 
@@ -320,15 +274,13 @@ def trained(
     A plain loop: the trainer's checksums and files would take longer than so short a training.
     """
     torch.manual_seed(seed)
-    original = collection.new_map()
+    original = new_map(collection.documents)
     model = copy.deepcopy(original)
     rate = frame.scaled_rate(RATE, size)
     optimizer = torch.optim.AdamW(model.left.parameters(), rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, total_iters=steps)
     documents = torch.from_numpy(collection.documents.vectors)
-    used = np.unique(pairs.left_id)
-    place = np.searchsorted(used, pairs.left_id)
-    queries = torch.from_numpy(np.stack([pairs.left_items[row] for row in used.tolist()])).float()
+    queries = torch.from_numpy(vectors_of(collection.queries))
     draw = np.random.default_rng(seed)
     rows = np.concatenate(
         [draw.permutation(len(pairs)) for _ in range(-(-steps * size // len(pairs)))]
@@ -337,15 +289,14 @@ def trained(
     for step in range(steps):
         batch = rows[step * size : (step + 1) * size]
         left, right = pairs.left_id[batch], pairs.right_id[batch]
-        weights = None if pairs.weights is None else torch.from_numpy(pairs.weights[batch])
         loss = objective(
-            model.left({"vector": queries[place[batch]]}),
+            model.left({"vector": queries[left]}),
             documents[right],
             torch.from_numpy(left),
             torch.from_numpy(right),
             left_positives=torch.from_numpy(pairs.positives("left", left)),
             right_positives=torch.from_numpy(pairs.positives("right", right)),
-            weights=weights,
+            weights=torch.from_numpy(pairs.weights[batch]),
         ).loss
         optimizer.zero_grad()
         loss.backward()
@@ -356,46 +307,21 @@ def trained(
     return model, steps, spent
 
 
-def mean_ndcg(evaluator: IndexEvaluator, vectors: np.ndarray) -> float:
-    """Return the mean nDCG@10 of queries that have these vectors, (Q, D)."""
-    documents = evaluator.documents
-    run = retrieve(
-        evaluator.queries.ids,
-        vectors,
-        documents.ids,
-        documents.vectors,
-        depth=10,
-        qrels=evaluator.qrels,
-    )
-    scores = score_queries(evaluator.qrels, run, [10])
-    return statistics.mean(own["ndcg@10"] for own in scores.values())
-
-
 def vectors_of(queries: Corpus) -> np.ndarray:
     """Return the vectors of queries, (Q, D)."""
-    return np.stack([queries.items[row] for row in range(len(queries))]).astype(np.float32)
+    return np.stack([queries.items[row] for row in range(len(queries))])
 
 
 def rocchio(collection: Collection, pairs: PairDataset) -> float:
     """Return nDCG@10 of the queries in the log, moved to their clicked documents."""
+    queries, documents = collection.queries, collection.documents.vectors
+    own = pairs.left_id, pairs.right_id, pairs.weights
+    moved = feedback_queries(vectors_of(queries), documents, *own)
     evaluator = collection.tested["in log"]
-    # Both number the training queries alike: the evaluator names them "left-0", "left-7", …
-    rows = np.array([int(own.removeprefix("left-")) for own in evaluator.queries.ids])
-    row_of = np.full(len(collection.queries), -1)
-    row_of[rows] = np.arange(len(rows))
-    left = pairs.left_id
-    # Without a click model the queries of the pairs are some of the log's.
-    if pairs.left_items is not collection.queries.items:
-        left = pairs.left_items.positions[left]
-    own = row_of[left] >= 0
-    moved = feedback_queries(
-        vectors_of(evaluator.queries),
-        collection.documents.vectors,
-        row_of[left[own]],
-        pairs.right_id[own],
-        pairs.weights[own],
-    )
-    return mean_ndcg(evaluator, moved)
+    ids = evaluator.queries.ids
+    run = evaluator.search(ids, moved[rows_of(queries.ids, ids)])
+    scores = score_queries(evaluator.qrels, run, [10])
+    return statistics.mean(each[evaluator.primary] for each in scores.values())
 
 
 def run(
@@ -472,8 +398,7 @@ def check(folder: Path) -> None:
     places = np.array([*range(80), *range(20)])
     pairs = np.stack([np.arange(100), places], axis=1)
     splits = {"train": np.concatenate([pairs[:60], pairs[80:98]]), "test": pairs[55:80]}
-    write_task(folder, documents, documents[places] @ turn, splits)
-    where = folder / "data", folder / "vectors", "toy"
+    where = write_judged(folder, documents, documents[places] @ turn, splits)
     run(*where, sessions=2000, seeds=1)
     alone(*where, sessions=500, logs=10)
     store = Store(STORE)

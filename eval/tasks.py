@@ -42,6 +42,7 @@ from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.retrieval import Result, retrieve
 from dualenc.search.embed.encode import embed
 from dualenc.training import Evaluator, ImageTextEvaluator, KNNEvaluator
+from dualenc.types import Items
 
 Autocast = Literal["bfloat16"] | None
 HELD_OUT = 1000  # training queries, or a fifth of them, where a folder has no dev.tsv
@@ -197,9 +198,10 @@ def beginnings(path: Path, words: int) -> tuple[PairDataset, RetrievalSet, Retri
     return cut, *(part._replace(corpus=documents) for part in tests)
 
 
-def vector_pairs(left: np.ndarray, right: np.ndarray, *ids: np.ndarray) -> PairDataset:
+def vector_pairs(left: Items, right: Items, *ids: np.ndarray, **options: Any) -> PairDataset:
     """Return pairs of vectors (N, D) of both sides."""
-    return PairDataset(left, right, *ids, left_modality="vector", right_modality="vector")
+    modalities = {"left_modality": "vector", "right_modality": "vector"}
+    return PairDataset(left, right, *ids, **modalities, **options)
 
 
 def on_features(
