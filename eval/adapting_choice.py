@@ -8,10 +8,10 @@ sides. Two sets of classes are made of medquad: "topics" are 77 clusters of its 
 "types" the 20 commonest beginnings of questions. A class is a document, the mean of three answers;
 a quarter of the classes is never clicked.
 
-`adapt` is the command as it is; "former" chose the share of the original weights by a tenth of the
-pairs, and weighed all documents alike; "in-batch" trains InfoNCE on batches of 32 for twice as many
-passes, and keeps half of the original weights. Test nDCG@10 is over all documents, of queries with
-a document in the log ("seen") and without ("new").
+`adapt` is the command as it is; "in-batch" trains InfoNCE on batches of 32 for twice as many
+passes, and keeps half of the original weights. The store also has runs of "former", a removed rule.
+Test nDCG@10 is over all documents, of queries with a document in the log ("seen") and without
+("new").
 """
 
 from __future__ import annotations
@@ -31,64 +31,39 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from adapting_task import ids_of, new_map, open_judged, scores_of, write_judged
 from frame import Outcome, Settings, Store
+from tasks import vector_pairs
 
 from dualenc import adapt
-from dualenc.data import Corpus, PairDataset, split_by_documents
-from dualenc.data.bad_rows import BadRows
+from dualenc.data import Corpus, PairDataset
 from dualenc.data.item_lists import VectorItems
-from dualenc.data.readers.beir import read_judged_queries
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder, interpolate, load_model
-from dualenc.evaluation.metrics import score_queries
 from dualenc.evaluation.report_page import Table, print_table
-from dualenc.evaluation.retrieval import retrieve
-from dualenc.objectives import FrozenCorpus, InfoNCE
+from dualenc.evaluation.retrieval import divide_by_training
+from dualenc.objectives import InfoNCE
 from dualenc.search.embed.encode import embed
-from dualenc.training import Evaluator
-from dualenc.workflows.adaptation_choice import MIN_DOCUMENTS
-from dualenc.workflows.adapting import SHARES
+from dualenc.training.index_evaluator import IndexEvaluator
 
 STORE = frame.RESULTS / "adapting_choice.jsonl"
 SIZES, SEEDS, EPOCHS = (30, 100, 300, 0), 3, 12
 """Numbers of pairs (0: all), of seeds, and of passes over the pairs."""
-METHODS = ("adapt", "former", "in-batch")
 CLASSES = {"topics": 77, "types": 20}
 TESTED = 400
 """Maximum number of test queries of either kind."""
 
 
 class Log(NamedTuple):
-    """Unit vectors of documents (N, D) and queries (Q, D), and pairs (n, 2) of both."""
+    """Unit vectors of documents, and pairs of queries and rows of documents."""
 
-    documents: np.ndarray
-    queries: np.ndarray
-    train: np.ndarray
-    test: np.ndarray
-
-
-def open_vectors(data: Path, vectors: Path, name: str) -> tuple[Log, list[str]]:
-    """Open a BEIR folder's vectors and pairs, and return them with the ids of the queries."""
-    sides = [Embeddings.open(vectors / name / side) for side in ("corpus", "queries")]
-    rows = [{own: row for row, own in enumerate(side.ids)} for side in sides]
-    parts = []
-    for split in ("train", "test"):
-        pairs: list[tuple[int, int]] = []
-        if (data / name / "qrels" / f"{split}.tsv").exists():
-            folder = data / name
-            judged = read_judged_queries(folder, split, sides[0].ids, BadRows(folder))[1]
-            pairs = [
-                (rows[1][query], rows[0][document])
-                for query, grades in judged.items()
-                for document, grade in grades.items()
-                if grade > 0 and document in rows[0]
-            ]
-        parts.append(np.array(pairs, dtype=np.int64).reshape(-1, 2))
-    values = [unit(np.asarray(side.vectors[:], dtype=np.float32)) for side in sides]
-    return Log(*values, *parts), sides[1].ids
+    documents: Embeddings
+    train: PairDataset
+    test: PairDataset
 
 
 def unit(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors (N, D) scaled to length one."""
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
@@ -96,90 +71,58 @@ def open_log(data: Path, vectors: Path, name: str, seed: int) -> Log:
     """Open a collection or make classes; a collection without training pairs is cut in halves."""
     if name in CLASSES:
         return classes(data, vectors, name, seed)
-    log, _ = open_vectors(data, vectors, name)
-    if len(log.train):
-        return log
-    queries = np.random.default_rng(seed).permutation(np.unique(log.test[:, 0]))
-    is_first = np.isin(log.test[:, 0], queries[: len(queries) // 2])
-    return log._replace(train=log.test[is_first], test=log.test[~is_first])
+    judged = open_judged(data, vectors, name, in_memory=True)
+    test = judged.pairs("test")
+    if "train" in judged.qrels:
+        return Log(judged.documents, judged.pairs("train"), test)
+    queries = np.random.default_rng(seed).permutation(np.unique(test.left_id))
+    is_first = np.isin(test.left_id, queries[: len(queries) // 2])
+    return Log(judged.documents, *(test.take(np.flatnonzero(own)) for own in (is_first, ~is_first)))
 
 
 def classes(data: Path, vectors: Path, name: str, seed: int) -> Log:
     """Make documents of classes of medquad's questions; a quarter of them is only tested."""
-    log, ids = open_vectors(data, vectors, "medquad")
+    judged = open_judged(data, vectors, "medquad", in_memory=True)
+    queries, answers = judged.queries.items.matrix, judged.documents.vectors
     if name == "topics":
         import faiss
 
-        kmeans = faiss.Kmeans(log.queries.shape[1], CLASSES[name], niter=15, seed=5)
-        kmeans.train(log.queries)
-        label = kmeans.index.search(log.queries, 1)[1][:, 0]
+        kmeans = faiss.Kmeans(queries.shape[1], CLASSES[name], niter=15, seed=5)
+        kmeans.train(queries)
+        label = kmeans.index.search(queries, 1)[1][:, 0]
     else:
         lines = (data / "medquad" / "queries.jsonl").read_text(encoding="utf-8").splitlines()
         texts = {own["_id"]: own["text"] for own in map(json.loads, lines)}
-        begins = [" ".join(texts[own].lower().split()[:4]) for own in ids]
+        begins = [" ".join(texts[own].lower().split()[:4]) for own in judged.queries.ids]
         common = [begin for begin, _ in Counter(begins).most_common(CLASSES[name])]
         label = np.array([common.index(own) if own in common else -1 for own in begins])
-    answer = dict(np.concatenate([log.train, log.test])[::-1].tolist())
+    answer: dict[int, int] = {}
+    for part in map(judged.pairs, judged.qrels):
+        for query, document in zip(part.left_id.tolist(), part.right_id.tolist(), strict=True):
+            answer.setdefault(query, document)
     fixed, draw = np.random.default_rng(7), np.random.default_rng(seed)
     documents, pairs = [], []
     for number in range(CLASSES[name]):
         own = fixed.permutation([row for row in np.flatnonzero(label == number) if row in answer])
-        documents.append(log.documents[[answer[row] for row in own[:3]]].mean(axis=0))
+        documents.append(answers[[answer[row] for row in own[:3]]].mean(axis=0))
         pairs += [(row, number) for row in own[3:63]]
-    rows = np.array(pairs)
+    made = Embeddings([f"d{row}" for row in range(len(documents))], unit(np.array(documents)))
+    every = vector_pairs(judged.queries.items, VectorItems(made.vectors), *np.array(pairs).T)
     never = draw.permutation(CLASSES[name])[: CLASSES[name] // 4]
-    is_train = (draw.random(len(rows)) < 0.5) & ~np.isin(rows[:, 1], never)
-    return Log(unit(np.array(documents)), log.queries, rows[is_train], rows[~is_train])
-
-
-class Nearest(Evaluator):
-    """Mean nDCG@10 of pairs over all documents, and that of each query."""
-
-    primary = "ndcg@10"
-
-    def __init__(self, log: Log, pairs: np.ndarray) -> None:
-        self.log, self.qrels = log, qrels_of(pairs)
-        self.rows = np.array([int(query[1:]) for query in self.qrels])
-        self.ids = [f"d{row}" for row in range(len(log.documents))]
-
-    def scores(self, model: DualEncoder | None = None) -> np.ndarray:
-        """Return (Q,) nDCG@10, by default of the vectors as they are."""
-        queries = self.log.queries[self.rows]
-        if model is not None:
-            queries = model.encode_query(list(queries))
-        run = retrieve(list(self.qrels), queries, self.ids, self.log.documents, qrels=self.qrels)
-        scored = score_queries(self.qrels, run)
-        return np.array([scored[query][self.primary] for query in self.qrels])
-
-    def __call__(self, model: DualEncoder) -> dict[str, float]:
-        return {self.primary: float(self.scores(model).mean())}
-
-
-def qrels_of(pairs: np.ndarray) -> dict[str, dict[str, int]]:
-    qrels: dict[str, dict[str, int]] = {}
-    for query, document in pairs.tolist():
-        qrels.setdefault(f"q{query}", {})[f"d{document}"] = 1
-    return qrels
-
-
-def as_pairs(log: Log) -> PairDataset:
-    """Return the training pairs over the queries that are in one."""
-    used, left = np.unique(log.train[:, 0], return_inverse=True)
-    items = VectorItems(log.queries[used]), VectorItems(log.documents)
-    modalities = {"left_modality": "vector", "right_modality": "vector"}
-    return PairDataset(*items, left, log.train[:, 1], **modalities)
+    is_train = (draw.random(len(every)) < 0.5) & ~np.isin(every.right_id, never)
+    return Log(made, *(every.take(np.flatnonzero(own)) for own in (is_train, ~is_train)))
 
 
 def by_adapt(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
     """Run the command on an index of the documents and a table of the pairs."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        identity = VectorEncoder(log.documents.shape[1], tower="identity").left
-        ids = [f"d{row}" for row in range(len(log.documents))]
-        embed(identity, Corpus(ids, log.documents, "vector"), folder / "index", progress=False)
+        identity = VectorEncoder(log.documents.dim, tower="identity").left
+        corpus = Corpus(log.documents.ids, log.documents.vectors, "vector")
+        embed(identity, corpus, folder / "index", progress=False)
         table = {
-            "query": list(log.queries[log.train[:, 0]]),
-            "document": [f"d{row}" for row in log.train[:, 1]],
+            "query": [log.train.left_items[row] for row in log.train.left_id],
+            "document": [log.documents.ids[row] for row in log.train.right_id],
         }
         pq.write_table(pa.table(table), folder / "clicks.parquet")
         result = adapt(
@@ -198,79 +141,24 @@ def by_adapt(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
         return load_model(result.model_folder), found
 
 
-def by_former(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
-    """Hold a tenth out once, stop by it, and take the best share that does not lower new ones."""
-    pairs = as_pairs(log)
-    parts = split_by_documents(pairs, 0.1, 1000, seed)
-    used = np.unique(log.train[:, 0])
-    rows = {
-        kind: np.stack([used[part.left_id], part.right_id], axis=1)
-        for kind, part in (("new", parts.new), ("known", parts.known))
-        if part is not None
-    }
-    evaluator = Nearest(log, np.concatenate(list(rows.values()))) if rows else None
-    objective = FrozenCorpus(
-        log.documents, temperature=0.03, positive_in_softmax=True, num_left=pairs.num_left
-    )
-    original, trained = train_map(log, parts.train, objective, seed, evaluator)
-    keep = 1.0
-    if "new" in rows and len(np.unique(rows["new"][:, 1])) >= MIN_DOCUMENTS:
-        is_new = np.isin(evaluator.rows, rows["new"][:, 0])
-        model, quality = copy.deepcopy(trained), {}
-        least = None
-        for share in reversed(SHARES):
-            model.load_state_dict(interpolate(original, trained, share))
-            scores = evaluator.scores(model)
-            least = scores[is_new].mean() if least is None else least
-            if scores[is_new].mean() >= least:
-                quality[share] = round(float(scores.mean()), 6)
-        keep = max(quality, key=lambda share: (quality[share], share))
-    trained.load_state_dict(interpolate(original, trained, keep))
-    return trained, {"keep": keep}
-
-
 def by_in_batch(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
     """Train InfoNCE on all pairs, and keep half of the original weights."""
-    pairs = as_pairs(log)
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-    objective = InfoNCE(temperature=0.03, **sizes)
-    original, trained = train_map(log, pairs, objective, seed, epochs=2 * EPOCHS)
+    torch.manual_seed(seed)
+    pairs, original = log.train, new_map(log.documents)
+    trained = frame.train(
+        copy.deepcopy(original),
+        pairs,
+        InfoNCE(temperature=0.03, num_left=pairs.num_left, num_right=pairs.num_right),
+        batch_size=min(32, len(pairs)),
+        learning_rate=1e-3,
+        epochs=2 * EPOCHS,
+        seed=seed,
+    ).model
     trained.load_state_dict(interpolate(original, trained, 0.5))
     return trained, {"keep": 0.5}
 
 
-def train_map(
-    log: Log,
-    pairs: PairDataset,
-    objective: FrozenCorpus | InfoNCE,
-    seed: int,
-    evaluator: Nearest | None = None,
-    epochs: int = EPOCHS,
-) -> tuple[DualEncoder, DualEncoder]:
-    """Train a perceptron as the command does; return it before and after."""
-    torch.manual_seed(seed)
-    dim = log.documents.shape[1]
-    original = VectorEncoder(dim, tower="dense", right_tower="identity")
-    batch_size = min(32, len(pairs))
-    stopping = {}
-    if evaluator is not None:
-        every = max(1, len(pairs) // batch_size)
-        stopping = {"evaluate_every": every, "patience": 3, "keep_best": True}
-    trained = frame.train(
-        copy.deepcopy(original),
-        pairs,
-        objective,
-        evaluator=evaluator,
-        batch_size=batch_size,
-        learning_rate=1e-3,
-        epochs=epochs,
-        seed=seed,
-        **stopping,
-    )
-    return original, trained.model
-
-
-RUN = {"adapt": by_adapt, "former": by_former, "in-batch": by_in_batch}
+METHODS = {"adapt": by_adapt, "in-batch": by_in_batch}
 
 
 def measure(data: Path, vectors: Path, settings: Settings) -> Outcome:
@@ -279,24 +167,22 @@ def measure(data: Path, vectors: Path, settings: Settings) -> Outcome:
     log = open_log(data, vectors, settings["task"], seed)
     if settings["pairs"]:
         order = np.random.default_rng(seed).permutation(len(log.train))
-        log = log._replace(train=log.train[order[: settings["pairs"]]])
-    listed = {f"d{row}" for row in log.train[:, 1].tolist()}
-    qrels = qrels_of(log.test)
-    is_seen = np.array([not listed.isdisjoint(grades) for grades in qrels.values()])
-    draw = np.random.default_rng(0)
-    kinds = {"seen": np.flatnonzero(is_seen), "new": np.flatnonzero(~is_seen)}
-    names = np.array(list(qrels))
+        log = log._replace(train=log.train.take(order[: settings["pairs"]]))
     begun = time.process_time()
-    model, outcome = RUN[settings["method"]](log, seed)
+    model, outcome = METHODS[settings["method"]](log, seed)
     outcome["spent"] = round(time.process_time() - begun, 1)
-    for kind, rows in kinds.items():
-        used = names[draw.permutation(rows)[:TESTED]]
+    test, original = IndexEvaluator.of_pairs(log.test, log.documents), new_map(log.documents)
+    # In the order of the pairs, from which finished runs drew their queries.
+    qrels = {own: test.qrels[own] for own in (f"left-{row}" for row in log.test.left_id)}
+    seen, new = divide_by_training(qrels, ids_of(log.train, log.documents))
+    draw = np.random.default_rng(0)
+    for kind, queries in {"seen": seen, "new": new}.items():
+        used = draw.permutation(list(queries))[:TESTED].tolist()
         outcome[f"{kind} queries"] = len(used)
-        if len(used):
-            test = Nearest(log, log.test[np.isin(log.test[:, 0], [int(own[1:]) for own in used])])
-            before, after = test.scores(), test.scores(model)
-            outcome[kind] = round(float((after - before).mean()), 4)
-            outcome[f"{kind} before"] = round(float(before.mean()), 4)
+        if used:
+            before, after = (np.mean(scores_of(own, test.among(used))) for own in (original, model))
+            outcome[kind] = round(float(after - before), 4)
+            outcome[f"{kind} before"] = round(float(before), 4)
     return outcome
 
 
@@ -305,7 +191,7 @@ def run(
     vectors: Path,
     tasks: list[str],
     sizes: Sequence[int] = SIZES,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
     seeds: int = SEEDS,
     processes: int = 1,
 ) -> None:
@@ -338,8 +224,6 @@ def report() -> None:
 
 def check(folder: Path) -> None:
     """Shift queries: `adapt` shifts them back, for documents without a pair, too."""
-    from adapting_task import write_task
-
     globals().update(STORE=folder / "runs.jsonl")
     draw = np.random.default_rng(0)
     documents = unit(draw.standard_normal((160, 32)))
@@ -348,8 +232,8 @@ def check(folder: Path) -> None:
     pairs = np.stack([np.arange(240), places], axis=1)
     queries = documents[places] + shift + 0.1 * draw.standard_normal((240, 32))
     splits = {"train": np.concatenate([pairs[:120], pairs[160:220]]), "test": pairs[120:160]}
-    write_task(folder, documents, queries, splits)
-    run(folder / "data", folder / "vectors", ["toy"], [0], seeds=1)
+    *where, name = write_judged(folder, documents, queries, splits)
+    run(*where, [name], [0], seeds=1)
     adapted = Store(STORE).runs[0].outcome
     assert adapted["new"] > 0.02, adapted
     report()

@@ -95,9 +95,7 @@ def open_collection(data: Path, vectors: Path, name: str) -> Collection:
     judged = open_judged(data, vectors, name, in_memory=True)
     documents, pairs = judged.documents, judged.pairs("train")
     queries, left = used_items(pairs, "left")
-    run = retrieve(
-        queries.ids, vectors_of(queries), documents.ids, documents.vectors, depth=DEPTH
-    )
+    run = retrieve(queries.ids, vectors_of(queries), documents.ids, documents.vectors, depth=DEPTH)
     shown = np.array([rows_of(documents.ids, list(run[query])) for query in queries.ids])
     relevant = np.zeros(shown.shape, bool)
     for query, document in zip(left, pairs.right_id, strict=True):
