@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualenc.batching import RandomBatches
 from dualenc.data import ImageViews, TableViews, open_corpus, open_pairs
+from dualenc.data.views import SimCLR
 from dualenc.encoders import ImageEncoder, load_model
 from dualenc.encoders.dual import SIDES, unit_norm
 from dualenc.evaluation import plots
@@ -48,7 +49,6 @@ from dualenc.workflows.labeled_images import random_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import toys
-from augmented import scaled, views_of
 from estimators import FrozenPairs
 from frame import RESULTS, Outcome, Settings, Store, choose, command_line, most_seeds, repeat
 from tasks import open_parts
@@ -95,8 +95,10 @@ def exact_gradient(
 def stored_views(folder: Path, images: int) -> Tensor:
     """Return two augmentations of each image, as principal components (M, 2, 64)."""
     train, _, _ = open_parts(str(folder), images, 1)
-    views = scaled(views_of([train[row].left.copy() for row in range(images)], [(0, 1)] * images))
-    rows = views.flatten(2).flatten(0, 1).double()
+    augment = SimCLR(16, min_area=0.2)
+    views = [augment(train[row].left, seed) for row in range(images) for seed in (0, 1)]
+    # In steps of a byte, from −1 to 1.
+    rows = torch.stack(views).mul(255).round().div(127.5).sub(1).flatten(1).double()
     centered = rows - rows.mean(dim=0)
     directions = torch.linalg.eigh(centered.T @ centered).eigenvectors.flip(1)[:, :COMPONENTS]
     components = centered @ directions

@@ -10,7 +10,6 @@ from torch.nn.functional import normalize, pad
 from dualenc.batching import RandomBatches, batch_losses
 from tests.helpers.eval_scripts import load_script
 
-augmented = load_script("claims/augmented.py")
 stationary = load_script("claims/stationary.py")
 theory = load_script("claims/minibatch_theory.py")
 
@@ -32,20 +31,6 @@ def test_gradient_of_the_exact_loss_is_that_of_autograd() -> None:
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert squared == pytest.approx(norm, rel=1e-4)
     assert all(weight.grad is None for weight in towers.parameters())
-
-
-def test_ordered_sgd_takes_the_half_of_each_window_with_most_loss() -> None:
-    left, right = theory.random_embeddings(4, seed=0)
-    left, right = (each.numpy().repeat(24, axis=0) for each in (left, right))
-    selector = augmented.OSGDBatches(len(left), 3)
-    candidates, chosen = selector.select(1), selector.select(1, left, right)
-    losses = batch_losses(left, right, candidates, 0.1)
-    windows = [range(40), range(40, 64)]
-    expected: list[int] = []
-    for window in windows:
-        expected += sorted(window, key=lambda row: -losses[row])[: len(window) // 2]
-    np.testing.assert_array_equal(chosen, candidates[expected])
-    assert len(chosen) == selector.num_batches
 
 
 def test_theory_has_the_packages_loss_and_knows_the_simplex() -> None:
