@@ -36,6 +36,7 @@ from adapting_task import (
     write_judged,
 )
 from frame import Outcome, Run, Settings, Store
+from rows import sizes_of
 
 from dualenc.encoders import DualEncoder, interpolate
 from dualenc.encoders.vector import TowerKind
@@ -78,10 +79,10 @@ class Best(Evaluator):
 
 def new_objective(task: Task, settings: Settings) -> Objective:
     """Return the objective of a training."""
-    common = {"temperature": settings["temperature"], "num_left": task.pairs.num_left}
+    common = {"temperature": settings["temperature"], **sizes_of(task.pairs)}
     if settings["method"] == EXACT:
         return FrozenCorpus(task.documents.vectors, positive_in_softmax=True, **common)
-    return InfoNCE(num_right=task.pairs.num_right, **common)
+    return InfoNCE(**common)
 
 
 def train(

@@ -33,6 +33,7 @@ import pyarrow.parquet as pq
 import torch
 from adapting_task import ids_of, new_map, open_judged, scores_of, write_judged
 from frame import Outcome, Settings, Store
+from rows import sizes_of
 from tasks import vector_pairs
 
 from dualenc import adapt
@@ -148,7 +149,7 @@ def by_in_batch(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
     trained = frame.train(
         copy.deepcopy(original),
         pairs,
-        InfoNCE(temperature=0.03, num_left=pairs.num_left, num_right=pairs.num_right),
+        InfoNCE(temperature=0.03, **sizes_of(pairs)),
         batch_size=min(32, len(pairs)),
         learning_rate=1e-3,
         epochs=2 * EPOCHS,

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from adapting_task import ids_of, new_map, open_judged, scores_of, write_judged
 from frame import Outcome, Settings, Store
+from rows import sizes_of
 from tasks import vector_pairs
 
 from dualenc.data import PairDataset
@@ -241,19 +242,18 @@ def train(
     """Return a map halfway to the original, its steps and its seconds."""
     size = min(BATCH_SIZE, len(pairs))
     steps = min(MAX_STEPS, max(1, round(EPOCHS * len(pairs) / size)))
-    counts = {"num_left": pairs.num_left, "num_right": pairs.num_right}
+    common = {"temperature": TEMPERATURE, **sizes_of(pairs)}
     clicks = np.bincount(pairs.right_id, pairs.weights, pairs.num_right)
     exact = FrozenCorpus(
         collection.documents.vectors,
         weights=clicks + ALPHA,
         positive_in_softmax=True,
-        temperature=TEMPERATURE,
-        **counts,
+        **common,
     )
     if settings["method"] != IN_BATCH:
         return trained(collection, pairs, exact, steps, size, settings["seed"])
     # As many steps as fit in the seconds of the exact loss, by the time of a few.
-    in_batch = InfoNCE(temperature=TEMPERATURE, **counts)
+    in_batch = InfoNCE(**common)
     spent = [trained(collection, pairs, each, 8, size, 0)[2] for each in (exact, in_batch)]
     steps = round(steps * max(1.0, spent[0] / max(spent[1], 1e-3)))
     return trained(collection, pairs, in_batch, steps, size, settings["seed"])

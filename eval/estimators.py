@@ -1,7 +1,6 @@
 """How far is an objective's gradient from that of the loss that it estimates?
 
     python eval/estimators.py bias --views true
-    python eval/estimators.py bias --batch_size 32 --epochs 8 --embeddings pairs.npy
     python eval/estimators.py mixing --replicas 4
     python eval/estimators.py pool --replicas 3 --num_pairs 1000
     python eval/estimators.py drift
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import faiss
-import numpy as np
 import torch
 from frame import RESULTS, Outcome, Settings, Store, command_line
 from torch import Tensor
@@ -120,7 +118,7 @@ def clusters(count: int, dimension: int, distance: float, draw: torch.Generator)
 
 
 def pairs_of(settings: Settings) -> Pairs:
-    """Return pairs of unit vectors that are drawn, or read from `vectors`, .npy (2, N, D).
+    """Return pairs of random unit vectors.
 
     In clusters, a few negatives of each anchor weigh most. Each item turns by `drift` rad per
     epoch, in a direction of its own.
@@ -132,11 +130,9 @@ def pairs_of(settings: Settings) -> Pairs:
         # Blocks of a cache hold consecutive ids, which must not be one cluster.
         order = torch.randperm(len(left), generator=draw)
         left, right = left[order], right[order]
-    elif settings["vectors"] == "random":
+    else:
         left = normalize(torch.randn(shape, generator=draw), dim=1)
         right = near(left, 0.5, draw)
-    else:
-        left, right = torch.from_numpy(np.load(settings["vectors"])).float()
     still = FrozenPairs(left, right, views=settings["views"])
     if not settings["drift"]:
         return lambda epoch: still
@@ -249,18 +245,11 @@ def bias(
     batch_size: int = 40,
     epochs: int = 200,
     views: bool = False,
-    embeddings: Path | None = None,
     results: Path = FOUND,
 ) -> Rows:
-    """Print a row per objective, from eight stretches of epochs after a warm-up.
-
-    Args:
-        embeddings: file of real unit vectors instead of random ones, .npy (2, N, D).
-    """
+    """Print a row per objective, from eight stretches of epochs after a warm-up."""
     common = {"num_pairs": num_pairs, "batch_size": batch_size, "temperature": 0.07, "views": views}
     common |= {"warm_up": epochs // 5, "epochs": max(1, epochs // 8), "stretches": 8}
-    if embeddings is not None:
-        common["vectors"] = str(embeddings)
     draws = {"proposals": batch_size}
     compared = [*COMPARED, ("EMC2", draws), ("ISIR", draws)]
     wanted = [{**common, "objective": name, "options": options} for name, options in compared]

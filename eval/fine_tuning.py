@@ -20,7 +20,7 @@ import frame
 import torch
 import toys
 from frame import Outcome, Run, Settings, Store, Trained, spread
-from rows import objective_of
+from rows import objective_of, sizes_of
 from tasks import Task, minilm, some_of
 
 from dualenc.evaluation.report_page import Table, print_table
@@ -97,13 +97,12 @@ def train(task: Task, settings: Settings, steps: int, static: bool = False) -> T
     torch.manual_seed(settings["seed"])
     model, pairs = task.new_model(), task.pairs
     given = {"temperature": settings["temperature"], "seed": settings["seed"]}
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
     trainer = {"batch_size": batch_size, "max_steps": steps, "seed": settings["seed"]}
     trainer["learning_rate"] = settings["rate"]
     if not static:
         trainer["learning_rate"] = frame.scaled_rate(settings["rate"], batch_size)
         trainer |= {"chunk_size": 32 if batch_size > 32 else None, "mixed_precision": "auto"}
-    return frame.train(model, pairs, objective_of(name)(**sizes, **given), **trainer)
+    return frame.train(model, pairs, objective_of(name)(**sizes_of(pairs), **given), **trainer)
 
 
 def run(

@@ -36,7 +36,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dualenc.batching import BatchSelector
 from dualenc.data import PairDataset
 from dualenc.encoders import DualEncoder
 from dualenc.errors import DualencError
@@ -271,19 +270,18 @@ def train(
     model: DualEncoder,
     pairs: PairDataset,
     objective: Objective,
-    batching: BatchSelector | None = None,
     evaluator: Evaluator | None = None,
     **settings: Any,
 ) -> Trained:
     """Train in a temporary folder, without checkpoints, and keep the last weights.
 
-    Batches are random by default; `settings` are those of `Trainer`, such as max_steps.
+    `settings` are those of `Trainer`, such as max_steps.
     """
     quiet = {"save_every": None, "progress": False, "keep_best": False, "deterministic": False}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(output=Path(folder) / "run", **{**quiet, **settings})
         begun = time.process_time()
-        result = trainer.fit(model, pairs, objective, batching, evaluator=evaluator)
+        result = trainer.fit(model, pairs, objective, evaluator=evaluator)
         spent = time.process_time() - begun
     return Trained(model.eval(), result.steps, spent)
 

@@ -13,6 +13,7 @@ from typing import Any
 from outside import import_objective
 
 from dualenc import objectives
+from dualenc.data import PairDataset
 from dualenc.errors import DualencError, nearest
 from dualenc.objectives import Objective
 
@@ -39,6 +40,11 @@ TRAINER: dict[str, dict[str, Any]] = {
     "InfoNCE, cached by 8": {"chunk_size": 8},
 }
 OBJECTIVES |= dict.fromkeys(TRAINER, objectives.InfoNCE)
+
+
+def sizes_of(pairs: PairDataset) -> dict[str, Any]:
+    """Return the sizes of pairs, which objectives are constructed with."""
+    return {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
 
 
 def objective_of(name: str) -> Callable[..., Objective]:

@@ -23,7 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -34,7 +34,7 @@ import torch
 import toys
 from comparison import ENCODERS, VECTORS, groups_of, report, share_of_passes
 from frame import Outcome, Settings, Store, choose, spread
-from rows import TRAINER, objective_of
+from rows import TRAINER, objective_of, sizes_of
 from tasks import TASKS, Quality, Task, beir_parts, on_features, some_of
 
 from dualenc.encoders import DualEncoder
@@ -79,14 +79,12 @@ def count_passes(model: DualEncoder) -> list[float]:
     return passes
 
 
-def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
+def train_once(task: Task, settings: Settings) -> Outcome:
     """Train once, and measure."""
-    task, batch_size = opened[settings["task"]], settings["batch_size"]
-    own = {"seed": settings["seed"]}
+    batch_size, own = settings["batch_size"], {"seed": settings["seed"]}
     torch.manual_seed(settings["seed"])
     model, name = task.new_model(), settings["objective"]
-    pairs = task.pairs
-    sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
+    sizes = sizes_of(task.pairs)
     objective = objective_of(name)(temperature=settings["temperature"], **sizes, **own)
     steps = max(1, settings["pairs_seen"] // batch_size)
     steps_between = -(-steps // max(1, task.evaluations))
@@ -96,7 +94,7 @@ def train_once(opened: dict[str, Task], settings: Settings) -> Outcome:
     own |= {"evaluate_every": steps_between, "mixed_precision": task.mixed_precision}
     own |= {"evaluator": curve if task.evaluations else None, **TRAINER.get(name, {})}
     passes = count_passes(model)
-    trained = frame.train(model, pairs, objective, **own)
+    trained = frame.train(model, task.pairs, objective, **own)
     encoded = sum(passes)
     if not task.evaluations:
         value = task.validation(model)[task.validation.primary]
@@ -127,7 +125,6 @@ def run(
     temperatures: Sequence[float] | None = None,
     tune_at: int | None = None,
     tune_epochs: float | None = None,
-    tune_pairs: int | None = None,
     model: str = "sentence-transformers/all-MiniLM-L6-v2",
     processes: int = 1,
     results: Path | None = None,
@@ -148,38 +145,32 @@ def run(
         temperatures: τ to choose from, where not the task's own.
         tune_at: batch size to tune at, where not that of the runs.
         tune_epochs: epochs to tune with.
-        tune_pairs: pairs to tune with.
         model: name or folder of the model that minilm starts from.
         processes: trainings at once; on a GPU 1, and several commands instead.
         results: the store; by default one of perceptrons, and another for all others.
     """
     for name in objectives:
         objective_of(name)  # before data are opened
-    store = Store(results or (VECTORS if task.startswith(("vectors", "copies")) else ENCODERS))
+    store = Store(results or (VECTORS if task.startswith("vectors") else ENCODERS))
     cells: list[Cell] = list(product(batch_sizes, objectives))
-    whole = TASKS[task](path, model)
-    names: dict[int | None, str] = {None: f"{task} {path.name}"}
-    opened = {names[None]: whole}
-    for count in {pairs, tune_pairs} - {None}:
-        names[count] = f"{names[None]}, {count:,} pairs"
-        opened[names[count]] = replace(whole, pairs=some_of(whole.pairs, count))
+    opened, title = TASKS[task](path, model), f"{task} {path.name}"
+    if pairs is not None:
+        opened.pairs = some_of(opened.pairs, pairs)
+        title += f", {pairs:,} pairs"
     once = partial(train_once, opened)
 
-    def settings(
-        cell: Cell, share: float = 1.0, count: int | None = pairs, length: float = epochs
-    ) -> Settings:
+    def settings(cell: Cell, share: float = 1.0, length: float = epochs) -> Settings:
         return {
-            "task": names[count],
+            "task": title,
             "objective": cell[1],
             "batch_size": cell[0],
-            "pairs_seen": round(share * length * len(opened[names[count]].pairs)),
+            "pairs_seen": round(share * length * len(opened.pairs)),
             "equal": "pairs" if share == 1 else equal,
         }
 
     size = {"batch_size": tune_at} if tune_at else {}
-    shorter = {"count": tune_pairs or pairs, "length": tune_epochs or epochs}
-    trials = {cell: settings(cell, **shorter) | size for cell in cells}
-    grids = {"temperature": temperatures or whole.temperatures, "rate": rates}
+    trials = {cell: settings(cell, length=tune_epochs or epochs) | size for cell in cells}
+    grids = {"temperature": temperatures or opened.temperatures, "rate": rates}
     chosen = choose(store, once, trials, grids, beyond_edge=BEYOND_EDGE, processes=processes)
 
     def train_shares(shares: dict[Cell, Sequence[float]]) -> dict[Cell, list[Outcome]]:
@@ -211,12 +202,12 @@ def run(
         found = train_shares(longest)
     for (batch_size, name), outcomes in found.items():
         tests = spread([each["test"] for each in outcomes])
-        print(f"{names[pairs]} {name} B={batch_size}: {tests}", flush=True)
+        print(f"{title} {name} B={batch_size}: {tests}", flush=True)
 
 
 def check(folder: Path) -> None:
     """Tune, train and report on toy data; ISIR encodes more, and so sees fewer pairs."""
-    TASKS["vectors"] = lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3, dim=8)
+    TASKS["vectors"] = lambda path, model: on_features(*beir_parts(path), dim=8)
     beir, results = toys.beir(folder / "toy"), folder / "runs.jsonl"
     few = {"objectives": ("InfoNCE", "ISIR"), "batch_sizes": (16,), "epochs": 3, "seeds": 2}
     for equal in ("pairs", "passes", "seconds"):

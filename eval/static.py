@@ -20,7 +20,7 @@ import frame
 import toys
 from fine_tuning import MINILM, equal_seconds, print_stored, tested, train
 from frame import Outcome, Settings, Store
-from tasks import Retrieval, Task, beginnings
+from tasks import Retrieval, Task, beginnings, read_tokens
 
 from dualenc.encoders import StaticEncoder, TextEncoder
 from dualenc.encoders.text import TokenCache
@@ -39,7 +39,7 @@ COLUMNS = {name: {"task": name} for name in ("papers", "medquad", "scifact")}
 
 def open_task(path: Path, words: str) -> Task:
     """Return the beginnings of a BEIR folder's texts, tokenized, and a new model from words."""
-    pairs, validation, test = beginnings(path, WORDS)
+    pairs, *parts = beginnings(path, WORDS)
     first, tokens = StaticEncoder(words), TokenCache()
 
     def new_model() -> TextEncoder:
@@ -47,12 +47,8 @@ def open_task(path: Path, words: str) -> Task:
         model.left.prepare.token_cache = model.right.prepare.token_cache = tokens
         return model
 
-    prepare = new_model().left.prepare
-    texts = [*pairs.left_items, *pairs.right_items, *test.corpus.items]
-    texts += [*validation.queries.items, *test.queries.items]
-    for start in range(0, len(texts), 1024):
-        prepare(texts[start : start + 1024])
-    return Task(new_model, pairs, Retrieval(validation), Retrieval(test), learning_rate=0.01)
+    read_tokens(new_model().left.prepare, pairs, parts)
+    return Task(new_model, pairs, *map(Retrieval, parts), learning_rate=0.01)
 
 
 def reference(task: Task, settings: Settings) -> Outcome:

@@ -36,6 +36,7 @@ from dualenc.encoders import (
     VectorEncoder,
     train_tokenizer,
 )
+from dualenc.encoders.dual import Prepare
 from dualenc.encoders.text import TokenCache
 from dualenc.evaluation.image_text_retrieval import both_ways_ranks
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
@@ -208,7 +209,6 @@ def on_features(
     pairs: PairDataset,
     validation: RetrievalSet,
     test: RetrievalSet,
-    learning_rate: float,
     dim: int = 256,
 ) -> Task:
     """Put two perceptrons on frozen features: latent semantic analysis of the training texts."""
@@ -235,7 +235,7 @@ def on_features(
     documents = corpus(test.corpus)
     own = (RetrievalSet(corpus(part.queries), documents, part.qrels) for part in (validation, test))
     new_model = partial(VectorEncoder, dim, tower="mlp", dim=64, hidden=512, shared=False)
-    return Task(new_model, train, *map(Retrieval, own), learning_rate)
+    return Task(new_model, train, *map(Retrieval, own), learning_rate=1e-3)
 
 
 def from_scratch(path: Path, model: str, config: dict[str, Any]) -> Task:
@@ -271,19 +271,24 @@ def minilm(
         encoder.left.prepare.token_cache = encoder.right.prepare.token_cache = tokens
         return encoder
 
-    prepare = new_model().right.prepare
-    queries = [part.queries.items for part in parts]
-    for texts in (documents.items, pairs.left_items, pairs.right_items, *queries):
-        for start in range(0, len(texts), 1000):
-            prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
+    parts = [part._replace(corpus=documents) for part in parts]
+    read_tokens(new_model().right.prepare, pairs, parts)
     return Task(
         new_model,
         pairs,
-        *(Retrieval(part._replace(corpus=documents), autocast) for part in parts),
+        *(Retrieval(part, autocast) for part in parts),
         learning_rate=2e-4 if lora_rank else 2e-5,
         evaluations=0,
         mixed_precision="bf16" if autocast == "bfloat16" else "no",
     )
+
+
+def read_tokens(prepare: Prepare, pairs: PairDataset, parts: Sequence[RetrievalSet]) -> None:
+    """Fill a token cache with all texts, so that no run spends time on them."""
+    sides = [pairs.left_items, pairs.right_items, parts[0].corpus.items]
+    for texts in (*sides, *(part.queries.items for part in parts)):
+        for start in range(0, len(texts), 1000):
+            prepare([texts[row] for row in range(start, min(start + 1000, len(texts)))])
 
 
 def some_queries(collection: RetrievalSet, count: int | None) -> RetrievalSet:
@@ -334,7 +339,7 @@ def images(path: Path, model: str) -> Task:
 
 
 TASKS: dict[str, Callable[[Path, str], Task]] = {
-    "vectors": lambda path, model: on_features(*beir_parts(path), learning_rate=1e-3),
+    "vectors": lambda path, model: on_features(*beir_parts(path)),
     "text": partial(from_scratch, config=BERT | NO_DROPOUT),
     "text_dropout": partial(from_scratch, config=BERT | DROPOUT),
     "decoder": partial(from_scratch, config=QWEN3 | GROUPED),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import toys
 from frame import Outcome, Settings, command_line, print_runs, run_all, train
+from rows import sizes_of
 from tasks import Retrieval, beir_parts, on_features
 
 from dualenc.data import Corpus
@@ -37,7 +38,7 @@ def matryoshka(
     path: Path, epochs: int = 20, seeds: int = 2, dims: Sequence[int] = (16, 32, 64, 128, 256)
 ) -> None:
     """Train the whole vectors or several lengths, and measure the first components."""
-    task = on_features(*beir_parts(path), learning_rate=1e-3, dim=dims[-1])
+    task = on_features(*beir_parts(path), dim=dims[-1])
     pairs = task.pairs
     trainer = {"epochs": epochs, "batch_size": min(128, len(pairs))}
 
@@ -45,8 +46,7 @@ def matryoshka(
         seed = settings["seed"]
         torch.manual_seed(seed)
         model = VectorEncoder(pairs.left_dim, tower="mlp", dim=dims[-1], hidden=512, shared=False)
-        sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right}
-        objective = GlobalCache(**sizes, temperature=0.05, seed=seed)
+        objective = GlobalCache(**sizes_of(pairs), temperature=0.05, seed=seed)
         if settings["trained on"] == "dims":
             objective = Matryoshka(objective, dims)
         train(model, pairs, objective, learning_rate=1e-3, seed=seed, **trainer)
@@ -61,7 +61,7 @@ def matryoshka(
 def check(folder: Path) -> None:
     """Measure all components, which are the whole vectors, and fewer."""
     toy = toys.beir(folder / "toy")
-    task, same = on_features(*beir_parts(toy), 1e-3, dim=16), VectorEncoder(16, tower="identity")
+    task, same = on_features(*beir_parts(toy), dim=16), VectorEncoder(16, tower="identity")
     some, whole = (beginning(same, task.test, dim) for dim in (4, 16))
     assert some < whole == task.test(same)["ndcg@10"]
     matryoshka(toy, epochs=1, seeds=1, dims=(4, 16))

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import toys
 from frame import RESULTS, Outcome, Settings, Store, command_line, train
-from rows import TRAINER, objective_of
+from rows import TRAINER, objective_of, sizes_of
 from tasks import beginnings, some_of
 
 from dualenc.data import PairDataset
@@ -46,8 +46,7 @@ def peak_of_training(model: str, data: PairDataset, settings: Settings) -> Outco
     adapters = {"dtype": "bfloat16", "gradient_checkpointing": True} if rank else {}
     encoder = TextEncoder(model, max_length=settings["tokens"], lora_rank=rank, **adapters)
     weights = sum(one.nbytes for one in encoder.parameters())
-    sizes = {"num_left": data.num_left, "num_right": data.num_right}
-    objective = objective_of(name)(temperature=0.05, **sizes)
+    objective = objective_of(name)(temperature=0.05, **sizes_of(data))
     trainer = {"batch_size": settings["batch_size"], "mixed_precision": "bf16"}
     trainer |= {"deterministic": True, **TRAINER.get(name, {})}
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)

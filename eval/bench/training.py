@@ -45,6 +45,7 @@ from workloads import DEVICE, ON_GPU, WORKERS, WORKLOADS, Workload, watch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import frame
 from frame import RESULTS, Outcome, Run, Settings, Store
+from rows import sizes_of
 
 from dualenc.batching import RandomBatches
 from dualenc.data import PairDataset
@@ -99,8 +100,7 @@ def training_of(row: str, work: Workload, settings: Settings) -> Train:
             # Tokens of an earlier run.
             if hasattr(tower.prepare, "token_cache"):
                 tower.prepare.token_cache = None
-        sizes = {"num_left": pairs.num_left, "num_right": pairs.num_right, "views": pairs.views}
-        loss = OBJECTIVES[objective](temperature=0.05, **sizes)
+        loss = OBJECTIVES[objective](temperature=0.05, **sizes_of(pairs))
         watch(loss, before_loss)
         frame.train(model, pairs, loss, max_steps=steps, **trainer)
 
