@@ -1,4 +1,4 @@
-"""What the benchmarks measure: milliseconds of a step, ratios, recall, vectors near centers."""
+"""What the benchmarks measure: milliseconds of a step, ratios, recall."""
 
 from __future__ import annotations
 
@@ -27,17 +27,6 @@ def test_ratios_are_those_of_least_times_and_of_medians_to_the_first_call() -> N
         "ours / faiss": 0.5,
         "ours / faiss, medians": 2,
     }
-
-
-def test_vectors_near_centers_have_the_length_and_noise_that_were_asked_for() -> None:
-    vectors = load_script("bench/search.py")
-    centers = np.random.default_rng(0).standard_normal((3, 4000), dtype=np.float32)
-    found = vectors.around(centers, 20, 0.5, np.random.default_rng(1))
-    directions = centers / np.linalg.norm(centers, axis=1, keepdims=True)
-    nearest = (found @ directions.T).max(axis=1)
-    assert found.dtype == np.float32
-    assert np.linalg.norm(found, axis=1) == pytest.approx(1, abs=1e-5)
-    assert nearest == pytest.approx((1 + 0.5**2) ** -0.5, abs=0.02)
 
 
 def test_recall_is_the_share_of_expected_rows() -> None:

@@ -1,4 +1,4 @@
-"""The cells of tables in docs/results.md are what the stores of `small_batch.py` give."""
+"""The cells of tables in docs/results.md are what the stores give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.eval_scripts import load_script
 
 comparison = load_script("comparison.py")
-PAGE = Path(__file__).parents[2] / "docs" / "results.md"
+PAGE = (Path(__file__).parents[2] / "docs" / "results.md").read_text(encoding="utf-8")
 SPREAD = re.compile(r"\d\.\d+ ± \d\.\d+")
 POINTS = re.compile(r"−?\d\.\d(?!\d)")
 CELLS = {
@@ -22,6 +22,8 @@ CELLS = {
     "Fine-tuning": 68,
 }
 """Compared cells of each section."""
+ADAPTED = [("medquad", "all"), ("medquad", "new"), ("papers", "new")]
+ADAPTED += [("scifact", group) for group in ("all", "seen", "new")]
 NOT_KEPT = {
     ("GlobalCache: pool vs. control variate", None, "by memory"),
     ("Published encoders and images", "GlobalCache, 32", "Flickr8k"),
@@ -31,7 +33,7 @@ NOT_KEPT = {
 
 def rows_of_page(heading: str) -> list[list[str]]:
     """Return the rows of a section's last table, without the cells that no store has."""
-    section = PAGE.read_text(encoding="utf-8").partition(f"## {heading}\n")[2]
+    section = PAGE.partition(f"## {heading}\n")[2]
     body = re.split(r"^#{2,3} ", section, flags=re.MULTILINE)[0]
     table = re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE)[-1]
     header, _, *rows = (
@@ -66,3 +68,35 @@ def test_a_table_of_the_page_is_that_of_the_stores(
     page = cells(rows_of_page(section))
     assert page == cells(rows_of_stores[section])
     assert sum(map(len, page)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "section"), [("fine_tuning", "Fine-tuning"), ("static", "Static encoders")]
+)
+def test_a_table_of_equal_seconds_is_that_of_its_store(name: str, section: str) -> None:
+    script = load_script(f"{name}.py")
+    side_by_side = load_script("fine_tuning.py").side_by_side
+    shown = side_by_side(script.Store(script.STORE), script.SHOWN, script.COLUMNS)
+    table = PAGE.split(f"\n## {section}\n")[1].split("\n\n")[1]
+    columns = list(zip(*(line.split("|")[2:-1] for line in table.splitlines()), strict=True))
+    # Quality and steps by turns; the last column holds what two columns show.
+    of_docs = dict(zip(("papers", "medquad", "scifact", "8e-5"), columns[::2], strict=False))
+    for title, cells in of_docs.items():
+        own = {row[name] for row in shown for name in script.COLUMNS if name.endswith(title)}
+        assert set(SPREAD.findall(" ".join(cells))) <= own
+
+
+def test_the_table_of_adapted_queries_is_that_of_its_store() -> None:
+    script = load_script("adapting.py")
+    derived = set()
+    for runs in script.frame.by_seed(script.Store(script.STORE).runs):
+        for group in {"all", "seen", "new"} & runs[0].outcome.keys():
+            values = [each.outcome[group] for each in runs]
+            if len(values) > 1:
+                task = runs[0].settings["task"]
+                derived.add((task, group, script.frame.spread(values)))
+    section = PAGE.split("## Adapting queries to an index")[1].split("\n##")[0]
+    rows = [line.strip("|").split("|")[1:] for line in section.splitlines() if "±" in line]
+    cells = [(*at, cell.strip()) for row in rows for at, cell in zip(ADAPTED, row) if "±" in cell]
+    assert len(cells) == 33
+    assert set(cells) <= derived

@@ -1,4 +1,4 @@
-"""Losses from outside: named by import path, with what they take, as rows of the tables."""
+"""Rows of the tables: every one can be constructed, and losses from outside by import path."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dualenc.errors import DualencError
 from dualenc.objectives import InfoNCE, Objective
 from tests.helpers.eval_scripts import load_script
 
+rows = load_script("rows.py")
 SIZES = {"num_left": 12, "num_right": 12, "views": False, "seed": 3, "temperature": 0.2}
 
 
@@ -47,7 +48,12 @@ def gradients(objective: Objective, left: Tensor, right: Tensor, *ids: Tensor) -
 
 
 def new(path: str) -> Objective:
-    return load_script("rows.py").objective_of(path)(**SIZES)
+    return rows.objective_of(path)(**SIZES)
+
+
+@pytest.mark.parametrize("name", rows.OBJECTIVES)
+def test_every_row_is_an_objective(name: str) -> None:
+    assert new(name).temperature.item() == pytest.approx(0.2)
 
 
 def test_a_plain_loss_has_the_gradient_of_the_same_objective_and_gets_what_it_names() -> None:
