@@ -25,14 +25,13 @@ from pathlib import Path
 
 import frame
 import numpy as np
-import torch
 from adapting_task import (
     GROUPS,
     Task,
     best_share,
-    new_map,
     open_task,
     scores_of,
+    train_map,
     write_judged,
 )
 from frame import Outcome, Run, Settings, Store
@@ -89,21 +88,19 @@ def train(
     task: Task, settings: Settings, steps: int, evaluator: Evaluator | None = None
 ) -> tuple[DualEncoder, frame.Trained]:
     """Train a map of queries; return the map before, and what was trained."""
-    torch.manual_seed(settings["seed"])
-    original = new_map(task.documents, settings["map"])
     batch_size = min(METHODS[settings["method"]], len(task.pairs))
-    trained = frame.train(
-        copy.deepcopy(original),
+    return train_map(
+        task.documents,
         task.pairs,
         new_objective(task, settings),
+        settings["seed"],
+        settings["map"],
         evaluator=evaluator,
         evaluate_every=-(-steps // EVALUATIONS),
         batch_size=batch_size,
         learning_rate=frame.scaled_rate(settings["rate"], batch_size),
         max_steps=steps,
-        seed=settings["seed"],
     )
-    return original, trained
 
 
 def measure(task: Task, settings: Settings) -> Outcome:

@@ -16,7 +16,6 @@ Test nDCG@10 is over all documents, of queries with a document in the log ("seen
 
 from __future__ import annotations
 
-import copy
 import json
 import tempfile
 import time
@@ -30,8 +29,7 @@ import frame
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from adapting_task import ids_of, new_map, open_judged, scores_of, write_judged
+from adapting_task import ids_of, new_map, open_judged, scores_of, train_map, write_judged
 from frame import Outcome, Settings, Store
 from rows import sizes_of
 from tasks import vector_pairs
@@ -144,19 +142,11 @@ def by_adapt(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
 
 def by_in_batch(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
     """Train InfoNCE on all pairs, and keep half of the original weights."""
-    torch.manual_seed(seed)
-    pairs, original = log.train, new_map(log.documents)
-    trained = frame.train(
-        copy.deepcopy(original),
-        pairs,
-        InfoNCE(temperature=0.03, **sizes_of(pairs)),
-        batch_size=min(32, len(pairs)),
-        learning_rate=1e-3,
-        epochs=2 * EPOCHS,
-        seed=seed,
-    ).model
-    trained.load_state_dict(interpolate(original, trained, 0.5))
-    return trained, {"keep": 0.5}
+    size, objective = min(32, len(log.train)), InfoNCE(temperature=0.03, **sizes_of(log.train))
+    how = {"batch_size": size, "learning_rate": 1e-3, "epochs": 2 * EPOCHS}
+    original, (model, *_) = train_map(log.documents, log.train, objective, seed, **how)
+    model.load_state_dict(interpolate(original, model, 0.5))
+    return model, {"keep": 0.5}
 
 
 METHODS = {"adapt": by_adapt, "in-batch": by_in_batch}

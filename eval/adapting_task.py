@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import frame
 import numpy as np
+import torch
 from frame import Outcome
 from tasks import vector_pairs
 from toys import write_beir
@@ -25,6 +28,7 @@ from dualenc.encoders import DualEncoder, VectorEncoder
 from dualenc.encoders.vector import TowerKind
 from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.retrieval import divide_by_training
+from dualenc.objectives import Objective
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.workflows.adapting import Interpolated
@@ -80,6 +84,20 @@ def open_judged(data: Path, vectors: Path, name: str, in_memory: bool = False) -
 def new_map(documents: Embeddings, tower: TowerKind = "dense") -> VectorEncoder:
     """Return a map of queries that changes nothing yet."""
     return VectorEncoder(documents.dim, tower=tower, right_tower="identity")
+
+
+def train_map(
+    documents: Embeddings,
+    pairs: PairDataset,
+    objective: Objective,
+    seed: int,
+    tower: TowerKind = "dense",
+    **settings: Any,
+) -> tuple[VectorEncoder, frame.Trained]:
+    """Train a map of queries; return the map before, and what was trained as by `frame.train`."""
+    torch.manual_seed(seed)
+    original = new_map(documents, tower)
+    return original, frame.train(copy.deepcopy(original), pairs, objective, seed=seed, **settings)
 
 
 def ids_of(pairs: PairDataset, documents: Embeddings) -> set[str]:

@@ -160,20 +160,28 @@ def open_clip(flickr: Path, epochs: int = 2, seeds: int = 3, out: Path = STORE) 
         return {way: float(found[way]) for way in ("image_to_text_R@10", "text_to_image_R@10")}
 
     with tempfile.TemporaryDirectory() as work:
-        for split, count in (("train", 6000), ("test", 1000)):
-            table = pq.read_table(flickr / f"{split}.parquet")[:count]
-            files, captions = write_images(table, Path(work, split)), table["captions"].to_pylist()
-            lines = ["filepath\ttitle"]
-            for number, (file, own) in enumerate(zip(files, captions, strict=True)):
-                lines.append(f"{file}\t{own[number % len(own)]}")
-            Path(work, f"{split}.csv").write_text("\n".join(lines), "utf-8")
-        options = {"train-data": f"{work}/train.csv", "val-data": f"{work}/test.csv"}
+        train_data, test_data = (
+            write_captioned(flickr, Path(work), split, count)
+            for split, count in (("train", 6000), ("test", 1000))
+        )
+        options = {"train-data": train_data, "val-data": test_data}
         options |= {"batch-size": BATCH_SIZE, "epochs": epochs, "workers": 0, "precision": "fp32"}
         args = parse_args([f"--{name}={value}" for name, value in options.items()])
         vars(args).update(distill=False, wandb=False, save_logs=False, device="cpu")
         init_distributed_device(args)
         common = {"library": "open_clip", "images": 6000, "epochs": epochs}
         compare(train, ("ClipLoss", *FOUR), seeds, out, **common, temperature=0.07)
+
+
+def write_captioned(flickr: Path, work: Path, split: str, count: int) -> Path:
+    """Write images and a table of their files, each with one of its captions; return the table."""
+    table = pq.read_table(flickr / f"{split}.parquet")[:count]
+    files, captions = write_images(table, work / split), table["captions"].to_pylist()
+    lines = ["filepath\ttitle"]
+    for number, (file, own) in enumerate(zip(files, captions, strict=True)):
+        lines.append(f"{file}\t{own[number % len(own)]}")
+    (work / f"{split}.csv").write_text("\n".join(lines), "utf-8")
+    return work / f"{split}.csv"
 
 
 def write_images(table: Any, folder: Path) -> list[Path]:
@@ -203,10 +211,7 @@ def lightly(
     class SimCLR(pytorch_lightning.LightningModule):  # type: ignore[misc]
         def __init__(self, criterion: nn.Module) -> None:
             super().__init__()
-            layers: list[nn.Module] = []
-            for before, after in ((3, 32), (32, 64), (64, 128)):
-                layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(8, after), nn.ReLU()]
-            self.backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+            self.backbone = convolutions()
             self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 64))
             self.criterion = criterion
 
@@ -255,6 +260,14 @@ def lightly(
         dataset = LightlyDataset(f"{work}/train", transform=MultiViewTransform([view, view]))
         common = {"library": "lightly", "images": images, "epochs": epochs}
         compare(train, ("NTXentLoss", *FOUR), seeds, out, **common, temperature=0.2)
+
+
+def convolutions() -> nn.Module:
+    """Return three convolutions of stride 2 and their mean, 128 features."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 32), (32, 64), (64, 128)):
+        layers += [nn.Conv2d(before, after, 3, 2, 1), nn.GroupNorm(8, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
 
 def check(folder: Path) -> None:
