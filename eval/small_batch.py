@@ -111,6 +111,56 @@ def train_once(task: Task, settings: Settings) -> Outcome:
     }
 
 
+@dataclass
+class Trainings:
+    """Trainings of objectives at batch sizes, with the settings that were chosen for each.
+
+    Attributes:
+        task: the task, which its runs call `title`.
+        epochs: pairs seen, over M.
+        equal: what runs on another share of the pairs have in common.
+        store: finished runs.
+        processes: trainings at once.
+        chosen: temperature and rate of each objective at a batch size.
+    """
+
+    task: Task
+    title: str
+    epochs: float
+    equal: str
+    store: Store
+    processes: int
+    chosen: dict[Cell, Settings] = field(default_factory=dict)
+
+    def settings(self, cell: Cell, share: float = 1.0, epochs: float | None = None) -> Settings:
+        """Return settings on a share of the pairs, without the chosen ones and the seed."""
+        return {
+            "task": self.title,
+            "objective": cell[1],
+            "batch_size": cell[0],
+            "pairs_seen": round(share * (epochs or self.epochs) * len(self.task.pairs)),
+            "equal": "pairs" if share == 1 else self.equal,
+        }
+
+    def train(self, shares: dict[Cell, Sequence[float]]) -> dict[Cell, list[Outcome]]:
+        """Train each cell with each seed on a share of the pairs of its own."""
+        wanted = [
+            {**self.settings(cell, share), **self.chosen[cell], "seed": seed}
+            for cell, own in shares.items()
+            for seed, share in enumerate(own)
+        ]
+        outcomes = iter(self.store.get(wanted, partial(train_once, self.task), self.processes))
+        return {cell: list(islice(outcomes, len(own))) for cell, own in shares.items()}
+
+    def best_share(self, cell: Cell, most: float) -> float:
+        """Return the best on held-out data of 1, a longer share, and their geometric mean."""
+        shares = [1.0, math.sqrt(most), most] if most > 1.02 else [1.0]
+        wanted = [{**self.settings(cell, own), **self.chosen[cell], "seed": 0} for own in shares]
+        found = self.store.get(wanted, partial(train_once, self.task), self.processes)
+        quality = [each["validation"] for each in found]
+        return shares[quality.index(max(quality))]
+
+
 def run(
     task: str,
     path: Path,
@@ -157,49 +207,23 @@ def run(
     if pairs is not None:
         opened.pairs = some_of(opened.pairs, pairs)
         title += f", {pairs:,} pairs"
-    once = partial(train_once, opened)
-
-    def settings(cell: Cell, share: float = 1.0, length: float = epochs) -> Settings:
-        return {
-            "task": title,
-            "objective": cell[1],
-            "batch_size": cell[0],
-            "pairs_seen": round(share * length * len(opened.pairs)),
-            "equal": "pairs" if share == 1 else equal,
-        }
-
+    trainings = Trainings(opened, title, epochs, equal, store, processes)
     size = {"batch_size": tune_at} if tune_at else {}
-    trials = {cell: settings(cell, length=tune_epochs or epochs) | size for cell in cells}
+    trials = {cell: trainings.settings(cell, epochs=tune_epochs) | size for cell in cells}
     grids = {"temperature": temperatures or opened.temperatures, "rate": rates}
-    chosen = choose(store, once, trials, grids, beyond_edge=BEYOND_EDGE, processes=processes)
-
-    def train_shares(shares: dict[Cell, Sequence[float]]) -> dict[Cell, list[Outcome]]:
-        """Train each cell with each seed on a share of the pairs of its own."""
-        wanted = [
-            {**settings(cell, share), **chosen[cell], "seed": seed}
-            for cell, own in shares.items()
-            for seed, share in enumerate(own)
-        ]
-        outcomes = iter(store.get(wanted, once, processes))
-        return {cell: list(islice(outcomes, len(own))) for cell, own in shares.items()}
-
-    found = train_shares({cell: [1.0] * seeds for cell in cells})
+    how = {"beyond_edge": BEYOND_EDGE, "processes": processes}
+    trainings.chosen = choose(store, partial(train_once, opened), trials, grids, **how)
+    found = trainings.train({cell: [1.0] * seeds for cell in cells})
     if equal == "passes":
         extra = {cell: [each["extra_encodes"] for each in own] for cell, own in found.items()}
-        found = train_shares({cell: list(map(share_of_passes, extra[cell])) for cell in cells})
+        found = trainings.train({cell: list(map(share_of_passes, extra[cell])) for cell in cells})
     if equal == "seconds":
-        taken = {cell: [each["seconds"] for each in own] for cell, own in found.items()}
-        spent = {cell: statistics.mean(own) for cell, own in taken.items()}
+        spent = {
+            cell: statistics.mean(each["seconds"] for each in own) for cell, own in found.items()
+        }
         budget = seconds or max(spent.values())
-        longest: dict[Cell, Sequence[float]] = {}
-        for cell in cells:
-            # The whole budget, and the geometric mean of it and one.
-            most = budget / spent[cell]
-            tried = [1.0, math.sqrt(most), most] if most > 1.02 else [1.0]
-            wanted = [{**settings(cell, share), **chosen[cell], "seed": 0} for share in tried]
-            quality = [each["validation"] for each in store.get(wanted, once, processes)]
-            longest[cell] = [tried[quality.index(max(quality))]] * seeds
-        found = train_shares(longest)
+        shares = {cell: trainings.best_share(cell, budget / spent[cell]) for cell in cells}
+        found = trainings.train({cell: [share] * seeds for cell, share in shares.items()})
     for (batch_size, name), outcomes in found.items():
         tests = spread([each["test"] for each in outcomes])
         print(f"{title} {name} B={batch_size}: {tests}", flush=True)
