@@ -111,6 +111,11 @@ def _described(model: ClickModel, pairs: PairDataset) -> list[str]:
         f"{relevant:,} of {len(model.pairs):,} pairs shown are more likely relevant than not "
         f"({model.moved:,} were seen at several positions); {len(pairs):,} of them were clicked"
     )
+    if not model.moved and np.isfinite(model.theta_low).any():
+        lines.append(
+            "every pair was shown at one position only: relevance is inferred from how often pairs "
+            "were clicked at the same position, and that is less certain"
+        )
     return lines
 
 

@@ -140,13 +140,40 @@ def test_intervals_hold_the_true_positions_19_times_of_20() -> None:
     assert 0.88 <= np.mean(held) <= 1
 
 
-def test_one_position_of_every_pair_tells_nothing() -> None:
+def test_one_position_of_every_pair_tells_nothing_where_pairs_are_shown_seldom() -> None:
     log = simulate(300, shuffled=0)
     model = fit_click_model(*log[:4])
-    assert model.unidentified == "every pair was shown at one position only"
+    assert model.unidentified == "every pair was shown at one position only, and seldom"
     assert model.moved == 0
     assert np.isnan(model.relevance).all()
     assert np.isnan(model.theta).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", [0.05, 0.2])
+def test_repeated_showings_at_one_position_tell_relevance_from_chance(noise: float) -> None:
+    log = simulate(60_000, queries=1000, shuffled=0, rates=(RELEVANT, noise))
+    model = fit_click_model(*log[:4])
+    truth = log.relevant[model.pairs[:, 0], model.pairs[:, 1]]
+    assert model.unidentified is None
+    assert model.moved == 0
+    assert model.theta == pytest.approx(1 / np.arange(1, 6), rel=0.05)
+    assert model.click_relevant == pytest.approx(RELEVANT, rel=0.02)
+    assert model.click_irrelevant == pytest.approx(noise, rel=0.05)
+    assert ((model.relevance > 0.5) == truth).mean() > 0.98
+
+
+@pytest.mark.parametrize(("own", "is_fitted"), [(100, True), (99, False)])
+def test_a_hundred_pairs_shown_three_times_connect_a_position(own: int, is_fitted: bool) -> None:
+    query = np.repeat(np.arange(2 * own), 3)
+    position = np.where(query < own, 1, 2)
+    clicked = np.random.default_rng(0).random(len(query)) < np.where(query % 4 == 0, 0.9, 0.1)
+    model = fit_click_model(query, np.zeros_like(query), position, clicked)
+    assert (model.unidentified is None) == is_fitted
+    query = np.repeat(np.arange(2 * own), 2)
+    position = np.where(query < own, 1, 2)
+    model = fit_click_model(query, np.zeros_like(query), position, query % 4 == 0)
+    assert model.unidentified is not None
 
 
 def test_positions_have_to_be_connected_by_pairs() -> None:

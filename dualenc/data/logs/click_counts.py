@@ -1,4 +1,4 @@
-"""Showings and clicks by pair and position, and whether pairs connect the positions.
+"""Showings and clicks by pair and position, and whether the log connects the positions.
 
 Shapes: n showings, P distinct pairs of a query and a document, K positions, C cells, which are
 distinct (pair, place); a place is a position, or several of them far down a results list.
@@ -18,7 +18,10 @@ from dualenc.types import Integers
 NUM_SINGLE, POOLED_WITHIN = 20, 1.25
 """Positions below these are pooled if they differ by less than this factor."""
 CONNECTED = 0.9
-"""Least share of the showings that must be at positions that pairs connect."""
+"""Least share of the showings that must be at positions that are connected."""
+OFTEN, MIN_OFTEN = 3, 100
+"""A position with so many pairs that were shown there so often tells clicks of relevant documents
+from chance by itself: three showings identify a mixture of two click rates."""
 
 
 class Counts(NamedTuple):
@@ -73,10 +76,10 @@ class Counts(NamedTuple):
         if not self.misses.any():
             return "the log has no showing without a click"
         if not self.moved and self.connected < 1:
-            return "every pair was shown at one position only"
+            return "every pair was shown at one position only, and seldom"
         if self.connected < CONNECTED:
             return (
-                "pairs seen at several positions connect only positions with "
+                "pairs that were shown at several positions, or often, connect only positions with "
                 f"{100 * self.connected:.0f}% of the showings"
             )
         return None
@@ -132,14 +135,22 @@ def count(
 
 
 def _connected(pair: Integers, pools: Integers) -> Integers:
-    """Return the places with most showings (n,) among sets of places that pairs connect."""
+    """Return the places with most showings (n,) among sets of places that are connected.
+
+    Pairs that were shown at several places connect these, since their relevance is the same. So do
+    repeated showings: the classes of relevant and other pairs are the same at all places.
+    """
     places, place = np.unique(pools, return_inverse=True)
-    cells, _ = distinct_pairs(pair, place)
+    cells, cell = distinct_pairs(pair, place)
+    often = cells[np.bincount(cell) >= OFTEN, 1]
+    repeated = np.flatnonzero(np.bincount(often, minlength=len(places)) >= MIN_OFTEN)
     # The first place of a pair is connected with its other ones.
     first = np.minimum.reduceat(cells[:, 1], np.flatnonzero(np.diff(cells[:, 0], prepend=-1)))
     starts = first[np.cumsum(np.diff(cells[:, 0], prepend=-1) > 0) - 1]
     size = len(places)
-    graph = scipy.sparse.coo_array((np.ones(len(cells)), (starts, cells[:, 1])), (size, size))
+    ends = np.concatenate([cells[:, 1], repeated[1:]])
+    starts = np.concatenate([starts, repeated[:-1]])
+    graph = scipy.sparse.coo_array((np.ones(len(ends)), (starts, ends)), (size, size))
     label = scipy.sparse.csgraph.connected_components(graph, directed=False)[1]
     showings = np.bincount(label[place])
     return places[label == showings.argmax()]

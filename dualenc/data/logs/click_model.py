@@ -153,9 +153,12 @@ def fit_click_model(
     H⁻¹ (Σ_query s sᵀ) H⁻¹ (White 1982), in log θ. For a position without a click the upper end is
     that at which 3 clicks are expected. Positions after the 20th share θ with others within 25%.
 
-    A log identifies the model if pairs seen at several positions connect the positions (Hager et
-    al. 2025, arXiv:2506.20501) and some showings have no click. Positions with up to a tenth of the
-    showings that are not connected with the others are not used. Whether clicks depend on pairs at
+    A log identifies the model if its positions are connected and some showings have no click. Pairs
+    seen at several positions connect these (Hager et al. 2025, arXiv:2506.20501). So do repeated
+    showings, by the assumption that there are two classes with the same a and b everywhere: three
+    showings of each pair identify a mixture of two click rates, and all positions with at least 100
+    pairs shown there three times are connected. Positions with up to a tenth of the showings that
+    are not connected with the others are not used. Whether clicks depend on pairs at
     all is tested by Σ_p d_p², d_p = Σ_k (c_pk − n_pk·p_k)/(1 − p_k), p_k the click rate of position
     k (the score test of a mixture: Neyman and Scott 1966; Tarone 1979): it must be larger than in
     99 permutations of the clicks of each position, a test at 1%.
