@@ -36,8 +36,7 @@ from tasks import vector_pairs
 from dualenc.data import PairDataset
 from dualenc.data.corpus import Corpus, used_items
 from dualenc.data.item_lists import VectorItems
-from dualenc.data.logs.click_counts import count, distinct_pairs
-from dualenc.data.logs.click_em import maximize, posterior
+from dualenc.data.logs.click_counts import distinct_pairs
 from dualenc.data.logs.click_log import ClickLog
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities, fit_click_model
 from dualenc.data.store.items import rows_of
@@ -173,23 +172,15 @@ def posterior_weights(
     settings: Settings,
     threshold: float | None = None,
     is_known: bool = False,
-    is_forced: bool = False,
 ) -> np.ndarray:
-    """Return the probability of relevance of clicked pairs; clicks where it is unidentified.
-
-    `is_forced` fits the model to a log that cannot identify it, too.
-    """
+    """Return the probability of relevance of clicked pairs; clicks where it is unidentified."""
     known = None
     if is_known:
         known = KnownPropensities(tuple(theta_of(settings)), RELEVANT, settings["noise"])
     model = fitted(log, known)
-    relevance = model.relevance
-    if is_forced:
-        counts = count(log.query, log.document, log.position, log.reward, pool=False)
-        relevance = posterior(counts, maximize(counts))
-    elif model.unidentified is not None:
+    if model.unidentified is not None:
         return counted_weights(log, collection, settings)
-    weights = relevance * clicked_weights(log, collection, settings)
+    weights = model.relevance * clicked_weights(log, collection, settings)
     return weights if threshold is None else (weights > threshold).astype(float)
 
 
@@ -207,7 +198,6 @@ METHODS: dict[str, Callable[[ClickLog, Collection, Settings], np.ndarray]] = {
     "posterior as weight": posterior_weights,
     "posterior > 1/2": partial(posterior_weights, threshold=0.5),
     "posterior > 1/2, known": partial(posterior_weights, threshold=0.5, is_known=True),
-    "posterior > 1/2, unidentified": partial(posterior_weights, threshold=0.5, is_forced=True),
     ROCCHIO: posterior_weights,
     IN_BATCH: clicked_weights,
 }
@@ -335,7 +325,7 @@ def run(
 ) -> None:
     """Adapt to the logs of one cell by every method."""
     collection = open_collection(data, vectors, name)
-    cell = {"eta": eta, "noise": noise, "sessions": sessions, "shuffled": shuffled}
+    cell = {"eta": float(eta), "noise": noise, "sessions": sessions, "shuffled": float(shuffled)}
     measure_one = partial(measure, collection)
     store = Store(STORE)
     store.get([{"task": name, "method": ORIGINAL}], measure_one)
@@ -358,7 +348,7 @@ def alone(
             counts["pairs"] += int((model.relevance > 0.5).sum())
         return counts
 
-    cell = {"eta": eta, "noise": 0.3, "sessions": sessions, "shuffled": 0.1}
+    cell = {"eta": float(eta), "noise": 0.3, "sessions": sessions, "shuffled": 0.1}
     wanted = {"task": name, "method": "alone", "logs": logs, **cell}
     Store(STORE).get([wanted], find)
 
