@@ -21,9 +21,10 @@ MIN_DOCUMENTS = 30
 """Fewer documents of held-out queries cannot show whether adapting harms unclicked documents."""
 DEFAULT_ALPHA, DEFAULT_SHARE = 0.1, 0.5
 """What is taken where too little is held out to choose."""
+MANY_DOCUMENTS = 100
+"""Fewer documents of held-out queries do not allow to go further than halfway."""
 SLACK = 0.003
-"""How far the mean score of new documents may be below the original's. Requiring none at all would
-refuse half of what is harmless, by noise."""
+"""How far the mean score of new documents may be below the original's, less a standard error."""
 
 
 class Trial(NamedTuple):
@@ -162,11 +163,12 @@ class Choice:
 def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
     """Choose α and the share of the original weights by the held-out queries of all folds.
 
-    The choice has the best mean score over all queries among those whose mean score of new
-    documents is not below the original's (by more than 0.003), and within one standard error of
-    the best one (the rule of Breiman et al. 1984, section 3.4.3). Standard errors are over
-    documents. Each fold is also scored at the choice that the other folds make: these scores are of
-    queries that had no part in the choice.
+    The choice has the best mean score over all queries among those that are harmless to new
+    documents: the mean difference of their scores from the original's is a standard error above
+    −0.003, where standard errors are over documents. Where the queries of new documents name fewer
+    than 100 documents, which underestimate the harm of what fits them by chance, it is at most
+    halfway from the original. Each fold is also scored at the choice that the other folds make:
+    these scores are of queries that had no part in the choice.
 
     Where the queries of new documents name fewer than 30 documents, halfway to the original with
     α = 0.1 is taken if it does not lower the mean score of seen documents, or else the original.
@@ -239,16 +241,19 @@ def _pick(
     if not is_new.any():
         return default, original
     # Most documents of an index are in no click, so new documents come first.
-    of_new = gains[:, :, is_new]
-    best = np.unravel_index(_means(of_new).argmax(), of_new.shape[:2])
-    behind = of_new[best] - of_new
-    error = _standard_errors(behind, held_out.document[rows][is_new])
-    is_allowed = (_means(of_new) >= -SLACK) & (behind.mean(axis=-1) <= error + 1e-9)
+    is_allowed = _are_harmless(gains[:, :, is_new], held_out.document[rows][is_new])
+    if held_out.num_new_documents < MANY_DOCUMENTS:
+        is_allowed &= held_out.shares >= DEFAULT_SHARE
     means = np.where(is_allowed, _means(gains), -math.inf)
     # The last of equals: the largest share.
     flat = np.flatnonzero(means.T.ravel() == means.max())[-1]
     share, alpha = divmod(int(flat), len(held_out.alphas))
     return alpha, share
+
+
+def _are_harmless(gains: np.ndarray, groups: Integers) -> np.ndarray:
+    """Return (A, S) whether gains (A, S, Q) of queries in groups (Q,) are hardly below 0."""
+    return _means(gains) - _standard_errors(gains, groups) >= -SLACK
 
 
 def _means(values: np.ndarray) -> np.ndarray:
