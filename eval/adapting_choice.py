@@ -9,7 +9,9 @@ sides. Two sets of classes are made of medquad: "topics" are 77 clusters of its 
 a quarter of the classes is never clicked.
 
 `adapt` is the command as it is; "in-batch" trains InfoNCE on batches of 32 for twice as many
-passes, and keeps half of the original weights. The store also has runs of "former", a removed rule.
+passes, and keeps half of the original weights; "long" is for ten times as many, about the seconds
+of `adapt`. "softmax, whole" is the softmax over all documents, all alike, without a share of the
+original. The store also has runs of "former", a removed rule.
 Test nDCG@10 is over all documents, of queries with a document in the log ("seen") and without
 ("new").
 """
@@ -20,7 +22,7 @@ import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +43,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, VectorEncoder, interpolate, load_model
 from dualenc.evaluation.report_page import Table, print_table
 from dualenc.evaluation.retrieval import divide_by_training
-from dualenc.objectives import InfoNCE
+from dualenc.objectives import FrozenCorpus, InfoNCE, Objective
 from dualenc.search.embed.encode import embed
 from dualenc.training.index_evaluator import IndexEvaluator
 
@@ -140,16 +142,33 @@ def by_adapt(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
         return load_model(result.model_folder), found
 
 
-def by_in_batch(log: Log, seed: int) -> tuple[DualEncoder, Outcome]:
-    """Train InfoNCE on all pairs, and keep half of the original weights."""
-    size, objective = min(32, len(log.train)), InfoNCE(temperature=0.03, **sizes_of(log.train))
-    how = {"batch_size": size, "learning_rate": 1e-3, "epochs": 2 * EPOCHS}
-    original, (model, *_) = train_map(log.documents, log.train, objective, seed, **how)
-    model.load_state_dict(interpolate(original, model, 0.5))
-    return model, {"keep": 0.5}
+def in_batch(log: Log) -> Objective:
+    """Return the softmax over a batch."""
+    return InfoNCE(temperature=0.03, **sizes_of(log.train))
 
 
-METHODS = {"adapt": by_adapt, "in-batch": by_in_batch}
+def softmax(log: Log) -> Objective:
+    """Return the softmax over all documents, which weigh alike."""
+    size = {"num_left": log.train.num_left}
+    return FrozenCorpus(log.documents.vectors, positive_in_softmax=True, temperature=0.03, **size)
+
+
+def by_training(
+    log: Log, seed: int, loss: Callable[[Log], Objective], epochs: int, keep: float
+) -> tuple[DualEncoder, Outcome]:
+    """Train on all pairs for so many passes, and keep a share of the original weights."""
+    how = {"batch_size": min(32, len(log.train)), "learning_rate": 1e-3, "epochs": epochs}
+    original, (model, *_) = train_map(log.documents, log.train, loss(log), seed, **how)
+    model.load_state_dict(interpolate(original, model, keep))
+    return model, {"keep": keep}
+
+
+METHODS = {
+    "adapt": by_adapt,
+    "in-batch": partial(by_training, loss=in_batch, epochs=2 * EPOCHS, keep=0.5),
+    "in-batch, long": partial(by_training, loss=in_batch, epochs=20 * EPOCHS, keep=0.5),
+    "softmax, whole": partial(by_training, loss=softmax, epochs=EPOCHS, keep=0.0),
+}
 
 
 def measure(data: Path, vectors: Path, settings: Settings) -> Outcome:
