@@ -22,6 +22,7 @@ from dualenc.types import Integers
 from dualenc.workflows.adaptation_choice import KNOWN, NEW
 from dualenc.workflows.adaptation_report import SECOND
 from dualenc.workflows.adapting import QuerySide
+from dualenc.workflows.trained_pairs import Seen
 
 MAX_HELD_OUT = 1000
 """Maximum number of held-out queries of either kind, over all folds."""
@@ -46,7 +47,9 @@ class ClickFolds:
     unmeasured: str | None
 
 
-def fold_clicks(pairs: PairDataset, share: float, folds: int, seed: int) -> ClickFolds:
+def fold_clicks(
+    pairs: PairDataset, share: float, folds: int, seed: int, seen: Seen | None = None
+) -> ClickFolds:
     """Hold out queries by their documents, in several folds.
 
     Args:
@@ -54,22 +57,35 @@ def fold_clicks(pairs: PairDataset, share: float, folds: int, seed: int) -> Clic
         share: share of the pairs that each fold holds out.
         folds: number of splits.
         seed: random seed of the splits.
+        seen: what the model that training begins at was trained on: such pairs are not held out.
     """
     splits = []
     if share:
-        splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed)
+        splits = fold_by_documents(
+            pairs,
+            folds,
+            share,
+            MAX_HELD_OUT // folds,
+            seed,
+            may_be_new=None if seen is None else seen.may_be_new(pairs),
+            may_be_known=None if seen is None else seen.may_be_known(pairs),
+        )
     used = [split for split in splits if split.held_out is not None and len(split.train)]
-    return ClickFolds(pairs, used, _why_unmeasured(used, share))
+    unmeasured = None if used else _why_unmeasured(pairs, share, seen)
+    return ClickFolds(pairs, used, unmeasured)
 
 
-def _why_unmeasured(folds: Sequence[DocumentSplit], share: float) -> str | None:
-    """Return why no query was held out; None if there are some."""
+def _why_unmeasured(pairs: PairDataset, share: float, seen: Seen | None) -> str:
+    """Return why no query was held out."""
     if share == 0:
         return "no query was held out"
-    if not folds:
+    if seen is None:
         documents = f"the documents of each are in over {share:.0%} of the pairs"
         return f"no query could be held out: {documents}"
-    return None
+    count = int(seen.may_be_known(pairs).sum())
+    if count == 0:
+        return "nothing is held out: the run of --from was trained on all queries of the log"
+    return f"nothing is held out: the run of --from was trained on all but {count:,} queries"
 
 
 def held_out_tasks(fold: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:

@@ -111,6 +111,7 @@ def test_each_fold_is_scored_at_the_choice_of_the_others() -> None:
         rest = HeldOut(
             pooled.alphas,
             pooled.shares,
+            pooled.of,
             pooled.steps,
             pooled.is_new[others],
             pooled.document[others],
