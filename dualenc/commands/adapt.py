@@ -118,8 +118,9 @@ def adapt(
         logs: one or several: clicks, impressions, events, results lists (csv, tsv, jsonl, parquet,
             folders of them), UBI, scores of a teacher, or BEIR folders.
         out: folder to write: model, training, metrics.json, report.html.
-        start_from: output of an earlier run on this index, whose model training begins at. Only
-            queries that it was not trained on are held out, and gains are over its model.
+        start_from: output of an earlier run on this index, whose model training begins at: the
+            original of the report and of --keep. Only queries that it was not trained on are held
+            out.
         resume: continue an interrupted training from its latest checkpoint.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """

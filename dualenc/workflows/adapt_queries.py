@@ -77,7 +77,14 @@ from dualenc.workflows.last_tenth import (
     rows_of_queries,
     scores_without_training,
 )
-from dualenc.workflows.previous_run import MAP, MODEL, WORK, PreviousRun, is_unfinished
+from dualenc.workflows.previous_run import (
+    MAP,
+    MODEL,
+    WORK,
+    PreviousRun,
+    check_previous,
+    is_unfinished,
+)
 from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
 from dualenc.workflows.trained_pairs import RECORD, Seen, TrainedPairs
@@ -295,10 +302,11 @@ def _check_start(start_from: StrPath | None, folder: Path, train: Trained) -> No
             "--train lora cannot continue --from a run, whose adapters are merged into its weights",
             fix="continue with --train all",
         )
-    if Path(start_from).expanduser().resolve() == folder.expanduser().resolve():
+    if Path(start_from).resolve() == folder.resolve():
         raise DualencError(
             "--from is the output itself", fix="name an earlier run, or another --out", where=folder
         )
+    check_previous(start_from, train)
 
 
 def _unseen(seen: Seen | None, learned: LearnedLog, later: LastTenth | None) -> list[str]:
@@ -308,7 +316,7 @@ def _unseen(seen: Seen | None, learned: LearnedLog, later: LastTenth | None) -> 
     pairs = learned.pairs
     counts = len(pairs) - int(seen.holds(pairs).sum()), int(seen.may_be_known(pairs).sum())
     lines = [
-        f"the run of --from was not trained on {counts[0]:,} of {len(pairs):,} pairs; "
+        f"{counts[0]:,} of {len(pairs):,} pairs are new to the run of --from; "
         f"{counts[1]:,} queries may be held out"
     ]
     if later is not None and later.num_seen:

@@ -71,6 +71,8 @@ class AdaptResult:
     def table(self) -> Table:
         """Return the quality as a table with a caption."""
         kept = f"kept of the {self.of} weights: {self.keep:g}"
+        if self.start_from is not None:
+            kept += f"; original: the model of {self.start_from}, base: that of the index"
         return Table(f"nDCG@10 over all documents ({kept}), 95 % intervals", self.quality)
 
     def notices(self) -> list[str]:
@@ -122,11 +124,14 @@ def finding_of(choice: Choice) -> str:
             "held-out queries without lowering that of new documents"
         )
     gain = f"nDCG@10 of held-out queries {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    what = "adapting"
+    if choice.keep == 1:
+        what = "going back to the model of the index"
     if low > 0:
-        return f"adapting helps: {gain}"
+        return f"{what} helps: {gain}"
     if difference > 0:
-        return f"adapting may not help: {gain}, an interval that includes 0"
-    return f"adapting does not help: {gain}"
+        return f"{what} may not help: {gain}, an interval that includes 0"
+    return f"{what} does not help: {gain}"
 
 
 def forgetting(points: Sequence[Interpolated], keep: float, of: str = ORIGINAL) -> list[str]:

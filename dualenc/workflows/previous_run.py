@@ -55,20 +55,13 @@ class PreviousRun:
         """Open the output of a finished run.
 
         Args:
-            folder: output of `adapt`.
-            side: the query side of the index, trained in the same way.
+            folder: folder that `check_previous` has passed.
+            side: the query side of the index.
 
         Raises:
-            DualencError: the folder is no finished adaptation of this index, or another part was
-                trained.
+            DualencError: the run adapted another index, or other queries.
         """
-        folder = Path(folder).expanduser()
-        results = _results_of(folder)
-        if not (folder / RECORD).is_file():
-            raise DualencError(
-                f"lacks {RECORD}, so it was written by an older version", fix=AGAIN, where=folder
-            )
-        _check_trained(results.get("trained"), side.trained, folder)
+        folder = Path(folder)
         # Read also for a map: it names the vectors that it was adapted for.
         model = load_model(folder / MODEL)
         if not isinstance(model, IndexEncoder):
@@ -121,6 +114,30 @@ def is_unfinished(folder: Path) -> bool:
     return (folder / WORK).is_dir()
 
 
+def check_previous(folder: StrPath, trained: Trained) -> None:
+    """Raise unless a folder holds a finished adaptation that can be continued.
+
+    Args:
+        folder: output of `adapt`.
+        trained: what is trained now.
+
+    Raises:
+        DualencError: the folder is no finished adaptation, an older version wrote it, or another
+            part was trained.
+    """
+    folder = Path(folder)
+    results = _results_of(folder)
+    if not (folder / RECORD).is_file():
+        raise DualencError(
+            f"lacks {RECORD}, so it was written by an older version", fix=AGAIN, where=folder
+        )
+    before = results.get("trained")
+    # Merged adapters are a whole model.
+    if before != trained and (before, trained) != ("lora", "all"):
+        fix = f"continue with --train {'all' if before == 'lora' else before}"
+        raise DualencError(f"trained {before}, and --train is {trained}", fix=fix, where=folder)
+
+
 def _results_of(folder: Path) -> dict[str, Any]:
     """Return metrics.json of a finished adaptation."""
     if not folder.is_dir():
@@ -137,11 +154,3 @@ def _results_of(folder: Path) -> dict[str, Any]:
     raise DualencError(
         state, fix=f"name the output of a finished `dualenc adapt`, or {AGAIN}", where=folder
     )
-
-
-def _check_trained(before: object, now: Trained, folder: Path) -> None:
-    """Raise unless a run continues what was trained before; merged adapters are a whole model."""
-    if before == now or (before, now) == ("lora", "all"):
-        return
-    fix = "continue with --train all" if before == "lora" else f"continue with --train {before}"
-    raise DualencError(f"trained {before}, and --train is {now}", fix=fix, where=folder)
