@@ -190,8 +190,8 @@ def test_the_same_log_again_holds_nothing_out(
 ) -> None:
     go_on(shop, ["monday"], tmp_path / "run")
     assert (
-        "\ncannot tell whether adapting helps: nothing is held out: the run of --from was trained on "
-        "all queries of the log\n"
+        "\ncannot tell whether adapting helps: nothing is held out: the run of --from was trained "
+        "on all queries of the log\n"
     ) in capsys.readouterr().out
     assert metrics(tmp_path / "run")["keep"] == 1
     assert same_model(shop / "first", tmp_path / "run")
