@@ -51,6 +51,7 @@ from dualenc.workflows.adaptation_report import (
     write_adaptation,
 )
 from dualenc.workflows.adaptation_tasks import (
+    FOLDS,
     ClickFolds,
     first_documents,
     fold_clicks,
@@ -91,9 +92,6 @@ from dualenc.workflows.trained_pairs import RECORD, Seen, TrainedPairs
 
 logger = logging.getLogger("dualenc.workflows")
 
-FOLDS = 5
-MANY_PAIRS = 5000
-"""With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 ALPHAS = (DEFAULT_ALPHA,)
 """Values of `Choice.alpha` to choose from. Folds of few pairs understate what inf, which weighs all
 documents alike, costs new documents: with it, the choice lowers them on SciFact."""
@@ -241,13 +239,15 @@ def adapt(
         later = last_tenth(learned, documents, seed, seen)
         # What measures the model of the earlier part has no part in the choice either.
         pairs = learned.pairs if later is None else later.earlier
-        folds = fold_clicks(pairs, held_out, _num_folds(train, len(pairs)), seed, seen)
+        # A fold of a text model takes long.
+        most_folds = FOLDS if train in TOWERS else 1
+        folds = fold_clicks(pairs, held_out, seed, most_folds=most_folds, seen=seen)
         for line in learned.findings + _unseen(seen, learned, later):
             logger.info("%s", line)
         settings = TrainingSettings(epochs, batch_size, learning_rate, temperature, seed)
         # Trainings that begin at another model are others.
-        begins = "training" if previous is None else f"training/from-{previous.checksum[:8]}"
-        trainings = Trainings(folder / begins, side, settings, resume)
+        begins = folder / "training" / ("" if previous is None else previous.name)
+        trainings = Trainings(begins, side, settings, resume)
         run = _Run(folder, log, checksum, side, learned, later, folds, trainings, previous)
         # Opened before the training: a test folder that does not fit fails now and not in hours.
         tasks = measured_tasks(run.trained_ids, side, test, second)
@@ -272,13 +272,6 @@ def _check_arguments(train: Trained, held_out: float, keep: float | None) -> Non
             "--held-out 0 leaves no query to choose the share of the original weights by",
             fix="set --keep, for instance --keep 0.5, or hold some pairs out",
         )
-
-
-def _num_folds(train: Trained, num_pairs: int) -> int:
-    """Return the number of folds: fewer where each takes long, or holds enough queries out."""
-    if train not in TOWERS:
-        return 1
-    return FOLDS if num_pairs <= MANY_PAIRS else 2
 
 
 def _check_output(folder: Path, resume: bool) -> None:
@@ -492,7 +485,7 @@ def _choose(
     if run.clicked.unmeasured is not None:
         return unmeasured_choice(keep, run.clicked.unmeasured), None
     # With few pairs that end would be chance; the share of the original weights does as well.
-    stops_early = run.side.trained not in TOWERS or len(run.clicked.pairs) > MANY_PAIRS
+    stops_early = run.side.trained not in TOWERS or run.clicked.has_many
     trials: list[list[Trial]] = []
     groups: list[dict[str, Integers]] = []
     first: dict[float, DualEncoder] = {}

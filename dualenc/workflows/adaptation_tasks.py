@@ -24,6 +24,9 @@ from dualenc.workflows.adaptation_report import SECOND
 from dualenc.workflows.adapting import QuerySide
 from dualenc.workflows.trained_pairs import Seen
 
+FOLDS = 5
+MANY_PAIRS = 5000
+"""With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 MAX_HELD_OUT = 1000
 """Maximum number of held-out queries of either kind, over all folds."""
 
@@ -32,7 +35,7 @@ MAX_HELD_OUT = 1000
 class ClickFolds:
     """Pairs to train on, and their splits into training pairs and held-out queries.
 
-        clicks = fold_clicks(learned.pairs, share=0.2, folds=5, seed=0)
+        clicks = fold_clicks(learned.pairs, share=0.2, seed=0)
         for fold in clicks.folds:
             print(len(fold.train))
 
@@ -40,39 +43,45 @@ class ClickFolds:
         pairs: all pairs.
         folds: splits by document that hold out any query.
         unmeasured: why no query was held out; None if there are some.
+        has_many: True if more pairs may be held out than `MANY_PAIRS`.
     """
 
     pairs: PairDataset
     folds: list[DocumentSplit]
     unmeasured: str | None
+    has_many: bool
 
 
 def fold_clicks(
-    pairs: PairDataset, share: float, folds: int, seed: int, seen: Seen | None = None
+    pairs: PairDataset,
+    share: float,
+    seed: int,
+    *,
+    most_folds: int = FOLDS,
+    seen: Seen | None = None,
 ) -> ClickFolds:
-    """Hold out queries by their documents, in several folds.
+    """Hold out queries by their documents, in several folds: fewer where each holds many out.
 
     Args:
         pairs: queries with rows of relevant documents.
         share: share of the pairs that each fold holds out.
-        folds: number of splits.
         seed: random seed of the splits.
+        most_folds: maximum number of splits.
         seen: what the model that training begins at was trained on: such pairs are not held out.
     """
+    may_be_new, may_be_known, usable = None, None, len(pairs)
+    if seen is not None:
+        may_be_new, may_be_known = seen.may_be_new(pairs), seen.may_be_known(pairs)
+        usable = int(may_be_known[pairs.left_id].sum())
+    has_many = usable > MANY_PAIRS
+    folds = min(most_folds, 2) if has_many else most_folds
+    masks = {"may_be_new": may_be_new, "may_be_known": may_be_known}
     splits = []
     if share:
-        splits = fold_by_documents(
-            pairs,
-            folds,
-            share,
-            MAX_HELD_OUT // folds,
-            seed,
-            may_be_new=None if seen is None else seen.may_be_new(pairs),
-            may_be_known=None if seen is None else seen.may_be_known(pairs),
-        )
+        splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed, **masks)
     used = [split for split in splits if split.held_out is not None and len(split.train)]
     unmeasured = None if used else _why_unmeasured(pairs, share, seen)
-    return ClickFolds(pairs, used, unmeasured)
+    return ClickFolds(pairs, used, unmeasured, has_many)
 
 
 def _why_unmeasured(pairs: PairDataset, share: float, seen: Seen | None) -> str:

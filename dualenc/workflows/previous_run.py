@@ -79,6 +79,11 @@ class PreviousRun:
         trained = load_model(folder / MAP) if side.trained in TOWERS else model
         return cls(folder, record, trained.state_dict(), tower_checksum(trained.left))
 
+    @property
+    def name(self) -> str:
+        """A name that differs for runs with other models, such as from-1f3a9c20."""
+        return f"from-{self.checksum[:8]}"
+
     def ends(self, untrained: DualEncoder) -> Ends:
         """Return this run's model and that of the index, in the form that is trained.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class TrainedPairs:
             queries: queries of their log, as they are.
             documents: N documents of the index.
         """
-        keys = keys_of(pairs, queries, documents)
+        keys = _keys(pairs, _digests_of_queries(queries), documents)
         digests = _digests_of_vectors(documents, pairs.right_id)
         return cls(dict(zip(keys, digests, strict=True)))
 
@@ -138,6 +138,10 @@ class Seen:
     documents: Embeddings
 
     @cached_property
+    def _digests(self) -> Callable[[int], bytes]:
+        return _digests_of_queries(self.queries)
+
+    @cached_property
     def is_trained(self) -> np.ndarray:
         """(N,) True for documents that the model was trained on."""
         rows = rows_of(self.documents.ids, self.record.document_ids())
@@ -147,7 +151,7 @@ class Seen:
 
     def holds(self, pairs: PairDataset) -> np.ndarray:
         """Return (M,) True for pairs of `pairs_of` that the model was trained on."""
-        keys = keys_of(pairs, self.queries, self.documents)
+        keys = _keys(pairs, self._digests, self.documents)
         known = self.record.vectors
         return np.fromiter((key in known for key in keys), dtype=bool, count=len(keys))
 
@@ -166,14 +170,20 @@ def _without(pairs: PairDataset, mask: np.ndarray) -> np.ndarray:
     return (count > 0) & (marked == 0)
 
 
-def keys_of(pairs: PairDataset, queries: Corpus, documents: Embeddings) -> list[PairKey]:
-    """Return (M,) keys of pairs. The arguments are those of `TrainedPairs.of`."""
-    digests = {
-        number: _digest(item_identity(queries.items, row, read=True))
-        for number, row in enumerate(log_rows(pairs).tolist())
-    }
-    ids = zip(pairs.left_id.tolist(), pairs.right_id.tolist(), strict=True)
-    return [PairKey(digests[query], documents.ids[document]) for query, document in ids]
+def _keys(
+    pairs: PairDataset, digest_of: Callable[[int], bytes], documents: Embeddings
+) -> list[PairKey]:
+    """Return (M,) keys of pairs, given the digest of each row of the log's queries."""
+    rows = log_rows(pairs)[pairs.left_id].tolist()
+    return [
+        PairKey(digest_of(row), documents.ids[document])
+        for row, document in zip(rows, pairs.right_id.tolist(), strict=True)
+    ]
+
+
+def _digests_of_queries(queries: Corpus) -> Callable[[int], bytes]:
+    """Return a function of the row of a query, which reads each once."""
+    return cache(lambda row: _digest(item_identity(queries.items, row, read=True)))
 
 
 def _digests_of_vectors(documents: Embeddings, rows: np.ndarray) -> list[bytes]:
