@@ -102,6 +102,7 @@ def adapt(
     out: str,
     columns: LogOptions,
     options: AdaptOptions,
+    start_from: Annotated[str | None, Parameter(name="--from")] = None,
     resume: bool = False,
     device: str | None = None,
 ) -> None:
@@ -117,6 +118,9 @@ def adapt(
         logs: one or several: clicks, impressions, events, results lists (csv, tsv, jsonl, parquet,
             folders of them), UBI, scores of a teacher, or BEIR folders.
         out: folder to write: model, training, metrics.json, report.html.
+        start_from: output of an earlier run on this index, whose model training begins at: the
+            original of the report and of --keep. Only queries that it was not trained on are held
+            out.
         resume: continue an interrupted training from its latest checkpoint.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -131,6 +135,7 @@ def adapt(
         index,
         logs,
         out=out,
+        start_from=start_from,
         resume=resume,
         device=device,
         **read,

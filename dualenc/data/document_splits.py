@@ -50,11 +50,18 @@ def split_by_documents(pairs: PairDataset, share: float, most: int, seed: int = 
     """
     _check_sizes(share, most)
     order = np.random.default_rng(seed).permutation(distinct(pairs.left_id)).tolist()
-    return _split(pairs, order, order, share, most)
+    return _split(pairs, order, order, share * len(pairs), most)
 
 
 def fold_by_documents(
-    pairs: PairDataset, folds: int, share: float, most: int, seed: int = 0
+    pairs: PairDataset,
+    folds: int,
+    share: float,
+    most: int,
+    seed: int = 0,
+    *,
+    may_be_new: np.ndarray | None = None,
+    may_be_known: np.ndarray | None = None,
 ) -> list[DocumentSplit]:
     """Split several times by document; each split holds out other queries while there are any.
 
@@ -65,30 +72,45 @@ def fold_by_documents(
         for fold in fold_by_documents(pairs, folds=5, share=0.2, most=200):
             print(len(fold.train), fold.new, fold.known)
 
+    Where training begins at a model that was trained on some of the pairs, `may_be_new` and
+    `may_be_known` say which queries can still measure it; the others stay in training, unless their
+    documents are held out. The share is then one of the pairs of queries that may be new; and as
+    these may be few, `known` has at least this share of the queries that may be known.
+
     Args:
         pairs: pairs to split.
         folds: number of splits.
         share: share of the pairs that each split holds out for `new`, in [0, 1).
         most: maximum number of queries in each part of a split.
         seed: random seed.
+        may_be_new: (num_left,) True for queries that may be held out with their documents; None for
+            all.
+        may_be_known: (num_left,) True for queries that may be held out in `known`; None for all,
+            and for as many as in `new`.
 
     Raises:
         DualencError: the share is outside [0, 1), or `most` is negative.
     """
     _check_sizes(share, most)
+    is_new, is_known = (
+        np.ones(pairs.num_left, dtype=bool) if mask is None else mask
+        for mask in (may_be_new, may_be_known)
+    )
+    budget = share * int(is_new[pairs.left_id].sum())
     generator = np.random.default_rng(seed)
     queries = distinct(pairs.left_id)
     times_new = np.zeros(pairs.num_left, dtype=np.int64)
     times_held_out = np.zeros(pairs.num_left, dtype=np.int64)
+    least_known = 0 if may_be_known is None else round(share * int(is_known[queries].sum()))
     splits: list[DocumentSplit] = []
     for _ in range(folds):
         drawn = generator.permutation(queries)
         # Stable: queries that were held out equally often stay in random order.
         order_new, order_known = (
-            drawn[np.argsort(times[drawn], kind="stable")].tolist()
-            for times in (times_new, times_held_out)
+            [query for query in drawn[np.argsort(times[drawn], kind="stable")] if may_be[query]]
+            for times, may_be in ((times_new, is_new), (times_held_out, is_known))
         )
-        split = _split(pairs, order_new, order_known, share, most)
+        split = _split(pairs, order_new, order_known, budget, most, min(most, least_known))
         splits.append(split)
         if split.new is not None:
             times_new[distinct(split.new.left_id)] += 1
@@ -112,13 +134,21 @@ def _check_sizes(share: float, most: int) -> None:
 
 
 def _split(
-    pairs: PairDataset, order_new: list[int], order_known: list[int], share: float, most: int
+    pairs: PairDataset,
+    order_new: list[int],
+    order_known: list[int],
+    budget: float,
+    most: int,
+    least_known: int = 0,
 ) -> DocumentSplit:
-    """Return a split whose new and known queries are drawn in the given orders."""
+    """Return a split whose new and known queries are drawn in the given orders.
+
+    Documents of about `budget` pairs are held out. `known` has as many queries as `new`, or
+    `least_known` if these are more.
+    """
     documents = Ragged.from_pairs(pairs.left_id, pairs.right_id, pairs.num_left)
     # Holding out a document costs all its pairs, also those of queries that stay in training.
     num_pairs = np.bincount(pairs.right_id, minlength=pairs.num_right)
-    budget = share * len(pairs)
     is_held_out = np.zeros(pairs.num_right, dtype=bool)
     is_held_out[_draw_documents(order_new, documents, num_pairs, budget, most)] = True
     rest = ~is_held_out[pairs.right_id]
@@ -128,7 +158,7 @@ def _split(
     new = [query for query in order_new if num_trained[query] == 0][:most]
     whole = [query for query in order_known if num_trained[query] == documents.lengths[query]]
     num_remaining = np.bincount(pairs.right_id[rest], minlength=pairs.num_right)
-    known = _draw_known(whole, documents, num_remaining, len(new))
+    known = _draw_known(whole, documents, num_remaining, max(len(new), least_known))
     is_trained = rest & ~np.isin(pairs.left_id, known)
     parts: list[PairDataset | None] = []
     for queries in (new, known, new + known):

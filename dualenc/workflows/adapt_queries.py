@@ -18,7 +18,6 @@ from dualenc.data.logs.open_log import open_log
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
-from dualenc.encoders.index_encoder import interpolate
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
 from dualenc.io.files import remove, removed_if_refused
@@ -52,6 +51,7 @@ from dualenc.workflows.adaptation_report import (
     write_adaptation,
 )
 from dualenc.workflows.adaptation_tasks import (
+    FOLDS,
     ClickFolds,
     first_documents,
     fold_clicks,
@@ -60,12 +60,14 @@ from dualenc.workflows.adaptation_tasks import (
 )
 from dualenc.workflows.adaptation_training import Trainings, TrainingSettings
 from dualenc.workflows.adapting import (
+    BASE,
+    ORIGINAL,
     SHARES,
     TOWERS,
+    Ends,
     Interpolated,
     QuerySide,
     Trained,
-    score_interpolations,
 )
 from dualenc.workflows.changed_results import changed_results, snippets_of
 from dualenc.workflows.gate import Gate
@@ -76,16 +78,20 @@ from dualenc.workflows.last_tenth import (
     rows_of_queries,
     scores_without_training,
 )
+from dualenc.workflows.previous_run import (
+    MAP,
+    MODEL,
+    WORK,
+    PreviousRun,
+    check_previous,
+    is_unfinished,
+)
 from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
+from dualenc.workflows.trained_pairs import RECORD, Seen, TrainedPairs
 
 logger = logging.getLogger("dualenc.workflows")
 
-WORK = ".adapt"
-"""Folder in the output for the vectors of a run. It marks the output of an interrupted run."""
-FOLDS = 5
-MANY_PAIRS = 5000
-"""With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 ALPHAS = (DEFAULT_ALPHA,)
 """Values of `Choice.alpha` to choose from. Folds of few pairs understate what inf, which weighs all
 documents alike, costs new documents: with it, the choice lowers them on SciFact."""
@@ -120,6 +126,7 @@ def adapt(
     test: str | None = None,
     second: str | None = None,
     require_gain: float | None = None,
+    start_from: StrPath | None = None,
     resume: bool = False,
     device: str | None = None,
     progress: bool = True,
@@ -176,6 +183,10 @@ def adapt(
         require_gain: gain in nDCG@10 that the 95% interval of held-out queries must reach: those of
             the last tenth of the log if it has times, or else those held out by document. Otherwise
             the model is the original, and `AdaptResult.gate` says so.
+        start_from: output of an earlier run on the same index, whose model training begins at, and
+            which is the original then. Only queries that it was not trained on are held out. The
+            share is chosen between the trained weights and that model's, or those of the model of
+            the index.
         resume: continue an interrupted training from its latest checkpoint.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
@@ -190,6 +201,7 @@ def adapt(
     _check_arguments(train, held_out, keep)
     folder = Path(out)
     _check_output(folder, resume)
+    _check_start(start_from, folder, train)
     chosen = start_processes(device)
     with writing(folder), removed_if_refused(folder, "training"):
         work = folder / WORK
@@ -220,17 +232,23 @@ def adapt(
             device=chosen,
             progress=progress,
         )
+        previous = None if start_from is None else PreviousRun.open(start_from, side)
+        seen = None if previous is None else Seen(previous.record, log.queries, documents)
         known = None if click_model is None else KnownPropensities.read(click_model)
         learned = learn_log(with_inputs(log, side), documents, known)
-        later = last_tenth(learned, documents, seed)
+        later = last_tenth(learned, documents, seed, seen)
         # What measures the model of the earlier part has no part in the choice either.
         pairs = learned.pairs if later is None else later.earlier
-        folds = fold_clicks(pairs, held_out, _num_folds(train, len(pairs)), seed)
-        for line in learned.findings:
+        # A fold of a text model takes long.
+        most_folds = FOLDS if train in TOWERS else 1
+        folds = fold_clicks(pairs, held_out, seed, most_folds=most_folds, seen=seen)
+        for line in learned.findings + _unseen(seen, learned, later):
             logger.info("%s", line)
         settings = TrainingSettings(epochs, batch_size, learning_rate, temperature, seed)
-        trainings = Trainings(folder / "training", side, settings, resume)
-        run = _Run(folder, log, checksum, side, learned, later, folds, trainings)
+        # Trainings that begin at another model are others.
+        begins = folder / "training" / ("" if previous is None else previous.name)
+        trainings = Trainings(begins, side, settings, resume)
+        run = _Run(folder, log, checksum, side, learned, later, folds, trainings, previous)
         # Opened before the training: a test folder that does not fit fails now and not in hours.
         tasks = measured_tasks(run.trained_ids, side, test, second)
         result = _adapt(run, tasks, keep, require_gain)
@@ -256,17 +274,9 @@ def _check_arguments(train: Trained, held_out: float, keep: float | None) -> Non
         )
 
 
-def _num_folds(train: Trained, num_pairs: int) -> int:
-    """Return the number of folds: fewer where each takes long, or holds enough queries out."""
-    if train not in TOWERS:
-        return 1
-    return FOLDS if num_pairs <= MANY_PAIRS else 2
-
-
 def _check_output(folder: Path, resume: bool) -> None:
     """Raise if an adaptation cannot be written to a folder."""
-    # An interrupted run has its work folder, which is made first and removed last.
-    check_result_folder(folder, TASK, "adaptation", lambda path: (path / WORK).is_dir())
+    check_result_folder(folder, TASK, "adaptation", is_unfinished)
     # Training again would replace a model that took hours: only an explicit --resume goes on.
     if not resume and any((folder / name).exists() for name in ("training", "model")):
         raise DualencError(
@@ -276,11 +286,46 @@ def _check_output(folder: Path, resume: bool) -> None:
         )
 
 
+def _check_start(start_from: StrPath | None, folder: Path, train: Trained) -> None:
+    """Raise if a run cannot continue from another one, whatever that is."""
+    if start_from is None:
+        return
+    if train == "lora":
+        raise DualencError(
+            "--train lora cannot continue --from a run, whose adapters are merged into its weights",
+            fix="continue with --train all",
+        )
+    if Path(start_from).resolve() == folder.resolve():
+        raise DualencError(
+            "--from is the output itself", fix="name an earlier run, or another --out", where=folder
+        )
+    check_previous(start_from, train)
+
+
+def _unseen(seen: Seen | None, learned: LearnedLog, later: LastTenth | None) -> list[str]:
+    """Return how many pairs and queries a previous run was not trained on, a line each."""
+    if seen is None:
+        return []
+    pairs = learned.pairs
+    counts = len(pairs) - int(seen.holds(pairs).sum()), int(seen.may_be_known(pairs).sum())
+    lines = [
+        f"{counts[0]:,} of {len(pairs):,} pairs are new to the run of --from; "
+        f"{counts[1]:,} queries may be held out"
+    ]
+    if later is not None and later.num_seen:
+        lines.append(
+            f"{LATER}: {later.num_seen:,} queries are not measured: the run of --from was trained "
+            "on them"
+        )
+    return lines
+
+
 @dataclass(frozen=True)
 class _Run:
     """An adaptation that can start.
 
-    `asked` is the log with its queries as they are, `checksum` that of the index before.
+    `asked` is the log with its queries as they are, `checksum` that of the index before, `previous`
+    the run that it continues from.
     """
 
     folder: Path
@@ -291,11 +336,33 @@ class _Run:
     later: LastTenth | None
     clicked: ClickFolds
     trainings: Trainings
+    previous: PreviousRun | None
 
     @cached_property
-    def trained_ids(self) -> list[str]:
+    def document_ids(self) -> list[str]:
         """Ids of the documents in pairs."""
         return document_ids(self.learned.pairs, self.side.documents)
+
+    @property
+    def trained_ids(self) -> list[str]:
+        """Ids of the documents in pairs, also of previous runs."""
+        before = [] if self.previous is None else self.previous.record.document_ids()
+        return list(dict.fromkeys([*self.document_ids, *before]))
+
+    def ends(self) -> Ends:
+        """Return the model that training begins at, and that of the index if it is another."""
+        untrained = self.side.new_model(self.learned.pairs.left_dim)
+        return Ends(untrained) if self.previous is None else self.previous.ends(untrained)
+
+    def record(self, share: float, of: str) -> TrainedPairs:
+        """Return what a model with a share of the weights of an end was trained on."""
+        before = TrainedPairs({})
+        if self.previous is not None and (share, of) != (1, BASE):
+            before = self.previous.record
+        if share == 1:
+            return before
+        pairs, documents = self.learned.pairs, self.side.documents
+        return before.with_pairs_of(TrainedPairs.of(pairs, self.asked.queries, documents))
 
 
 def _adapt(
@@ -307,50 +374,52 @@ def _adapt(
     """Choose by folds, train on all pairs, measure, and write model and report."""
     # Initial weights depend on the seed alone, and not on what was embedded before.
     seed_everything(run.trainings.settings.seed)
-    original = run.side.new_model(run.learned.pairs.left_dim)
+    ends = run.ends()
     # A model that cannot be saved should fail before the training.
-    run.side.finished(original, run.trained_ids)
+    run.side.finished(ends.original, run.trained_ids)
     # A given share may lie between the usual ones.
     shares = sorted({*SHARES} if keep is None else {*SHARES, keep})
-    choice, held_out = _choose(run, original, shares, keep)
+    choice, held_out = _choose(run, ends, shares, keep)
     compared = dict(choice.compared)
     if run.later is not None:
-        held_out, by_time = _measure_later(run, original, choice)
+        held_out, by_time = _measure_later(run, ends, choice)
         compared |= by_time
     gate = None
     if require_gain is not None:
         gate = Gate.of(require_gain, choice.compared if run.later is None else by_time)
-    share = choice.keep if gate is None or gate.passed else 1.0
-    adapted, steps = copy.deepcopy(original), 0
+    share, of = (choice.keep, choice.of) if gate is None or gate.passed else (1.0, ORIGINAL)
+    adapted, steps = copy.deepcopy(ends.original), 0
     points: list[Interpolated] = []
     if share < 1:
         adapted, steps = run.trainings.on_all(
-            "all", original, run.learned.pairs, choice.alpha, choice.steps
+            "all", ends.original, run.learned.pairs, choice.alpha, choice.steps
         )
     if tasks:
-        points = score_interpolations(original, adapted, tasks, shares)
-    adapted.load_state_dict(interpolate(original, adapted, share))
-    compared |= _compare(points, tasks, share, run.side.documents)
+        points = ends.score(adapted, tasks, shares)
+    adapted.load_state_dict(ends.mix(adapted, share, of))
+    compared |= _compare(points, tasks, share, of, run.side.documents)
     result = AdaptResult(
         folder=run.folder,
-        model_folder=run.folder / "model",
+        model_folder=run.folder / MODEL,
         keep=share,
         alpha=choice.alpha,
-        quality=_with_rocchio(quality_rows(compared), run.later, original),
-        forgetting=forgetting(points, share),
+        quality=_with_rocchio(quality_rows(compared), run.later, ends.original),
+        forgetting=forgetting(points, share, of),
         facts={
             **_facts(run, choice, steps),
-            "original weights kept": share,
-            "checksum of the index": _save(run, adapted),
+            f"{of} weights kept": share,
+            "checksum of the index": _save(run, adapted, share, of),
             "chosen by": choice.reason,
         },
         finding=finding_of(choice),
         unmeasured=choice.unmeasured,
         query_modality=run.side.modality,
         gate=gate,
+        of=of,
+        start_from=None if run.previous is None else run.previous.folder,
     )
     # All processes embed queries together.
-    examples = None if held_out is None else _examples(run, original, held_out)
+    examples = None if held_out is None else _examples(run, ends.original, held_out)
     # Every process returns the same result, but only one writes.
     if distributed.is_main():
         write_adaptation(result, examples, choice.curves, points)
@@ -365,20 +434,18 @@ class _HeldOut(NamedTuple):
     pairs: PairDataset
 
 
-def _measure_later(
-    run: _Run, original: DualEncoder, choice: Choice
-) -> tuple[_HeldOut, dict[str, Compared]]:
+def _measure_later(run: _Run, ends: Ends, choice: Choice) -> tuple[_HeldOut, dict[str, Compared]]:
     """Train on the earlier part of the log as chosen, and measure the queries of its last tenth."""
     later = run.later
     assert later is not None
-    adapted = copy.deepcopy(original)
+    adapted = copy.deepcopy(ends.original)
     if choice.keep < 1:
         adapted, _ = run.trainings.on_all(
-            "earlier", original, later.earlier, choice.alpha, choice.steps
+            "earlier", ends.original, later.earlier, choice.alpha, choice.steps
         )
-    points = score_interpolations(original, adapted, later.tasks, sorted({choice.keep, 1.0}))
-    adapted.load_state_dict(interpolate(original, adapted, choice.keep))
-    compared = _compare(points, later.tasks, choice.keep, run.side.documents)
+    points = ends.score(adapted, later.tasks, sorted({choice.keep, 1.0}))
+    adapted.load_state_dict(ends.mix(adapted, choice.keep, choice.of))
+    compared = _compare(points, later.tasks, choice.keep, choice.of, run.side.documents)
     return _HeldOut(later.evaluator, adapted, later.later), compared
 
 
@@ -407,7 +474,7 @@ def _examples(run: _Run, original: DualEncoder, held_out: _HeldOut) -> Table:
 
 
 def _choose(
-    run: _Run, original: DualEncoder, shares: Sequence[float], keep: float | None
+    run: _Run, ends: Ends, shares: Sequence[float], keep: float | None
 ) -> tuple[Choice, _HeldOut | None]:
     """Train on every fold, and choose by the held-out queries of all.
 
@@ -418,7 +485,7 @@ def _choose(
     if run.clicked.unmeasured is not None:
         return unmeasured_choice(keep, run.clicked.unmeasured), None
     # With few pairs that end would be chance; the share of the original weights does as well.
-    stops_early = run.side.trained not in TOWERS or len(run.clicked.pairs) > MANY_PAIRS
+    stops_early = run.side.trained not in TOWERS or run.clicked.has_many
     trials: list[list[Trial]] = []
     groups: list[dict[str, Integers]] = []
     first: dict[float, DualEncoder] = {}
@@ -427,9 +494,9 @@ def _choose(
         trials.append([])
         for alpha in ALPHAS:
             adapted, steps = run.trainings.on_fold(
-                f"fold-{number}", original, fold, alpha, stops_early
+                f"fold-{number}", ends.original, fold, alpha, stops_early
             )
-            points = score_interpolations(original, adapted, tasks, shares)
+            points = ends.score(adapted, tasks, shares)
             trials[-1].append(Trial(alpha, steps, points))
             if number == 0:
                 first[alpha] = adapted
@@ -438,7 +505,7 @@ def _choose(
     # Rounding may differ by process, and all must make the same choice.
     choice = distributed.broadcast_object(choice)
     model = first[choice.alpha]
-    model.load_state_dict(interpolate(original, model, choice.keep))
+    model.load_state_dict(ends.mix(model, choice.keep, choice.of))
     held_out = folds[0].held_out
     assert held_out is not None
     evaluator = IndexEvaluator.of_pairs(held_out, documents)
@@ -449,23 +516,39 @@ def _compare(
     points: Sequence[Interpolated],
     tasks: Mapping[str, IndexEvaluator],
     keep: float,
+    of: str,
     documents: Embeddings,
 ) -> dict[str, Compared]:
     """Return the scores of test queries before and after."""
-    by_share = {point.keep: point.scores for point in points}
+    scores = {(point.keep, point.of): point.scores for point in points}
+    base = scores.get((1, BASE))
     return {
-        task: Compared(by_share[1][task], by_share[keep][task], first_documents(each, documents))
+        task: Compared(
+            scores[1, ORIGINAL][task],
+            scores[keep, of][task],
+            first_documents(each, documents),
+            None if base is None else base[task],
+        )
         for task, each in tasks.items()
     }
 
 
-def _save(run: _Run, adapted: DualEncoder) -> str:
-    """Save the model; return the checksum of the index, and whether it is the same as before."""
+def _save(run: _Run, adapted: DualEncoder, share: float, of: str) -> str:
+    """Save the model, and what another run needs to continue from it.
+
+    Returns:
+        The checksum of the index, and whether it is the same as before.
+    """
     after = ""
     # Only one process reads the whole index again.
     if distributed.is_main():
+        record = run.record(share, of)
         # The model remembers its documents, so that evaluations can separate new from known ones.
-        run.side.finished(adapted, run.trained_ids).save(run.folder / "model")
+        ids = run.document_ids if run.previous is None else record.document_ids()
+        run.side.finished(adapted, ids).save(run.folder / MODEL)
+        if run.side.trained in TOWERS:
+            adapted.save(run.folder / MAP)
+        record.write(run.folder / RECORD)
         after = fingerprint(run.side.source)
     after = distributed.broadcast_object(after)
     state = "the same" if after == run.checksum else "CHANGED"
@@ -481,16 +564,17 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
         weights = f"a document weighs its clicks + {choice.alpha:g}"
     return {
         "index": run.side.source,
+        **({} if run.previous is None else {"continued from": str(run.previous.folder)}),
         "documents": len(run.side.documents),
         "log": run.asked.finding,
         **({"relevance": "; ".join(run.learned.findings)} if run.learned.findings else {}),
         **({} if run.later is None else {f"{LATER} from": day_of(run.later.begins)}),
         "pairs": len(run.learned.pairs),
-        "documents in pairs": len(run.trained_ids),
+        "documents in pairs": len(run.document_ids),
         "folds": len(run.clicked.folds),
         "trained": run.side.trained,
         "objective": (f"FrozenCorpus, {temperature}, batches of {settings.batch_size}, {weights}"),
         "steps on all pairs": steps,
         "seed": settings.seed,
-        "model": str(run.folder / "model"),
+        "model": str(run.folder / MODEL),
     }

@@ -1,6 +1,8 @@
 """Choose how an adaptation weighs documents, and its share of the original weights, by folds.
 
-Shapes: A values of α, S shares, Q held-out queries of all folds.
+Shapes: A values of α, S shares, Q held-out queries of all folds. The shares are those of the
+original weights; where training begins at a previous run's model, which is the original then, those
+of the base model, that of the index, come first.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dualenc.types import Integers, Vectors
-from dualenc.workflows.adapting import Interpolated
+from dualenc.workflows.adapting import BASE, ORIGINAL, Interpolated
 
 NEW = "new documents"
 KNOWN = "documents in training"
@@ -50,7 +52,8 @@ class HeldOut:
 
     Attributes:
         alphas: (A,) values of α.
-        shares: (S,) ascending shares of the original weights; the last is 1.
+        shares: (S,) shares of the weights of a model, ascending for each; the last is 1.
+        of: (S,) names of these models, `BASE` before `ORIGINAL`.
         steps: (A,) mean number of steps of the folds.
         is_new: (Q,) True for queries whose documents were in no training pair of their fold.
         document: (Q,) row of each query's first document.
@@ -60,6 +63,7 @@ class HeldOut:
 
     alphas: Vectors
     shares: Vectors
+    of: Sequence[str]
     steps: Vectors
     is_new: np.ndarray
     document: Integers
@@ -93,12 +97,18 @@ class HeldOut:
         return cls(
             np.array([trial.alpha for trial in first]),
             np.array([point.keep for point in first[0].points]),
+            [point.of for point in first[0].points],
             np.array([[trial.steps for trial in trials] for trials in folds]).mean(axis=0),
             np.concatenate(is_new),
             pooled,
             parts,
             np.concatenate(scores, axis=2),
         )
+
+    @property
+    def base(self) -> int:
+        """Number of the candidate that is the base model; without one, the original."""
+        return int(np.flatnonzero(self.shares == 1)[0])
 
     @property
     def num_new_documents(self) -> int:
@@ -120,16 +130,20 @@ class HeldOut:
 
 
 class Compared(NamedTuple):
-    """Scores (Q,) of a task's queries before and after, and the group (Q,) of each query."""
+    """Scores (Q,) of a task's queries before and after, and the group (Q,) of each query.
+
+    `base` has the scores of the base model, if it is another than the one before.
+    """
 
     before: Vectors
     after: Vectors
     groups: Integers
+    base: Vectors | None = None
 
 
 def pool(compared: Mapping[str, Compared]) -> Compared:
     """Return the scores of the queries of all tasks, of which there is at least one."""
-    fields = zip(*compared.values(), strict=True)
+    fields = zip(*(each[:3] for each in compared.values()), strict=True)
     return Compared(*map(np.concatenate, fields))
 
 
@@ -142,13 +156,14 @@ class Choice:
 
     Attributes:
         alpha: clicks that are added to those of every document; inf weighs all alike.
-        keep: share of the original weights, from 0 to 1.
+        keep: share of the original weights, from 0 to 1; or of the base weights, see `of`.
         steps: number of steps of the final training; None for the maximum.
         compared: held-out scores by task. Those of each fold are at the choice that the other
             folds make, so that they are not the numbers that chose.
         curves: mean held-out scores by task at each share, at the chosen α.
         reason: how the share was chosen.
         unmeasured: why held-out queries cannot show the effect on new documents; None if they can.
+        of: model whose share is kept, `ORIGINAL` or `BASE`.
     """
 
     alpha: float
@@ -158,6 +173,12 @@ class Choice:
     curves: Sequence[Interpolated]
     reason: str
     unmeasured: str | None
+    of: str = ORIGINAL
+
+    @property
+    def is_original(self) -> bool:
+        """True if the model stays as it is before the training."""
+        return self.keep == 1 and self.of == ORIGINAL
 
 
 def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
@@ -165,17 +186,18 @@ def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
 
     The choice has the best mean score over all queries among those that are harmless to new
     documents: the mean difference of their scores from the original's is a standard error above
-    −0.003, where standard errors are over documents. Where the queries of new documents name fewer
-    than 100 documents, which underestimate the harm of what fits them by chance, it is at most
-    halfway from the original. Each fold is also scored at the choice that the other folds make:
-    these scores are of queries that had no part in the choice.
+    −0.003, and that from the base model's is above −0.003 itself. Standard errors are over
+    documents. Where the queries of new documents name fewer than 100 documents, which underestimate
+    the harm of what fits them by chance, at least half of the weights is kept. Each fold is also
+    scored at the choice that the other folds make: these scores are of queries that had no part in
+    the choice.
 
     Where the queries of new documents name fewer than 30 documents, halfway to the original with
     α = 0.1 is taken if it does not lower the mean score of seen documents, or else the original.
 
     Args:
         held_out: scores of all choices.
-        keep: share that is given; then only α is chosen.
+        keep: share of the original that is given; then only α is chosen.
     """
     everyone = np.ones(len(held_out.document), dtype=bool)
     is_measured = held_out.unmeasured() is None
@@ -185,15 +207,22 @@ def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
         own = held_out.part == part
         chosen = _pick(held_out, ~own, is_measured, keep)
         after[own] = held_out.scores[chosen][own]
-    before = held_out.scores[0, -1]
+    before, base = held_out.scores[0, -1], held_out.scores[0, held_out.base]
     tasks = held_out.tasks()
     compared = {
-        task: Compared(before[mask], after[mask], held_out.document[mask])
+        task: Compared(
+            before[mask],
+            after[mask],
+            held_out.document[mask],
+            base[mask] if BASE in held_out.of else None,
+        )
         for task, mask in tasks.items()
     }
     curves = [
-        Interpolated(float(own), {task: scores[mask] for task, mask in tasks.items()})
-        for own, scores in zip(held_out.shares, held_out.scores[alpha], strict=True)
+        Interpolated(float(own), {task: scores[mask] for task, mask in tasks.items()}, of)
+        for own, of, scores in zip(
+            held_out.shares, held_out.of, held_out.scores[alpha], strict=True
+        )
     ]
     chosen_share = float(held_out.shares[share])
     return Choice(
@@ -204,6 +233,7 @@ def choose(held_out: HeldOut, keep: float | None = None) -> Choice:
         curves,
         _reason(keep, chosen_share, is_measured),
         held_out.unmeasured(),
+        held_out.of[share],
     )
 
 
@@ -229,19 +259,21 @@ def _pick(
     original = len(held_out.shares) - 1
     default = int(np.argmin(np.abs(np.log(held_out.alphas / DEFAULT_ALPHA))))
     if keep is not None:
-        share = int(np.flatnonzero(held_out.shares == keep)[0])
+        share = int(np.flatnonzero(held_out.shares == keep)[-1])
         if not rows.any():
             return default, share
         return int(np.argmax(_means(gains[:, share]))), share
     if not is_measured:
-        halfway = int(np.flatnonzero(held_out.shares == DEFAULT_SHARE)[0])
+        halfway = int(np.flatnonzero(held_out.shares == DEFAULT_SHARE)[-1])
         # Seen documents, or all that was measured.
         own = gains[default, halfway, ~is_new if (~is_new).any() else is_new]
         return default, halfway if len(own) and own.mean() >= 0 else original
     if not is_new.any():
         return default, original
     # Most documents of an index are in no click, so new documents come first.
-    is_allowed = _are_harmless(gains[:, :, is_new], held_out.document[rows][is_new])
+    of_new = gains[:, :, is_new]
+    is_allowed = _are_harmless(of_new, held_out.document[rows][is_new])
+    is_allowed &= _means(of_new - of_new[:1, held_out.base, None]) >= -SLACK
     if held_out.num_new_documents < MANY_DOCUMENTS:
         is_allowed &= held_out.shares >= DEFAULT_SHARE
     means = np.where(is_allowed, _means(gains), -math.inf)

@@ -15,6 +15,7 @@ from dualenc.data.logs.relevance_of_clicks import LEAST_RELEVANCE, pairs_of
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
+from dualenc.types import Integers
 from dualenc.workflows.adapting import QuerySide
 
 SHOWN_POSITIONS = 3
@@ -82,6 +83,16 @@ def with_inputs(log: ClickLog, side: QuerySide) -> ClickLog:
 def document_ids(pairs: PairDataset, documents: Embeddings) -> list[str]:
     """Return the ids of the documents in pairs, in the order of the index."""
     return [documents.ids[row] for row in np.unique(pairs.right_id).tolist()]
+
+
+def log_rows(pairs: PairDataset) -> Integers:
+    """Return the row in the log of each left item of `pairs_of`.
+
+    Args:
+        pairs: pairs of `pairs_of`, or a part of them.
+    """
+    assert isinstance(pairs.left_items, Picked)
+    return pairs.left_items.positions
 
 
 def day_of(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from dualenc.evaluation.plots import can_draw, lines
 from dualenc.evaluation.report_page import Figure, Table
 from dualenc.types import Modality
 from dualenc.workflows.adaptation_choice import Choice, Compared, pool
-from dualenc.workflows.adapting import Interpolated, harmless_share
+from dualenc.workflows.adapting import BASE, ORIGINAL, Interpolated, harmless_share
 from dualenc.workflows.gate import Gate
 from dualenc.workflows.result_folder import write_results
 
@@ -34,18 +35,23 @@ class AdaptResult:
     Attributes:
         folder: folder with model, training, metrics.json and report.html.
         model_folder: the query model, a sentence-transformers folder.
-        keep: share of the original weights in the model, from 0 to 1.
+        keep: share of the original weights in the model, from 0 to 1; or of the base weights, see
+            `of`.
         alpha: clicks that were added to those of every document for its weight; inf weighs all
             alike.
         quality: a row per set of queries: nDCG@10 of the original and the adapted model, their
             difference, and its 95% interval over documents. Held-out queries of each fold are
-            scored at the choice that the other folds make.
+            scored at the choice that the other folds make. After `start_from`, the original is the
+            model of that run, and `base` has the scores of the model of the index.
         forgetting: a line on what each second task loses.
         facts: settings and checksums as in the report.
         finding: whether adapting helps, in one line.
         unmeasured: why held-out queries cannot show the effect on new documents; None if they can.
         query_modality: "text", "image" or "vector".
         gate: whether held-out queries show the required gain; None if none is required.
+        of: model whose share is kept: "original", or "base", the model of the index, which
+            `start_from` allows.
+        start_from: run that this one continues from; None if it began at the model of the index.
     """
 
     folder: Path
@@ -59,10 +65,14 @@ class AdaptResult:
     unmeasured: str | None
     query_modality: Modality
     gate: Gate | None = None
+    of: str = ORIGINAL
+    start_from: Path | None = None
 
     def table(self) -> Table:
         """Return the quality as a table with a caption."""
-        kept = f"kept of the original weights: {self.keep:g}"
+        kept = f"kept of the {self.of} weights: {self.keep:g}"
+        if self.start_from is not None:
+            kept += f"; original: the model of {self.start_from}, base: that of the index"
         return Table(f"nDCG@10 over all documents ({kept}), 95 % intervals", self.quality)
 
     def notices(self) -> list[str]:
@@ -81,7 +91,7 @@ def quality_rows(compared: Mapping[str, Compared]) -> list[dict[str, object]]:
         compared: scores of the queries of each task before and after.
     """
     rows: list[dict[str, object]] = []
-    for task, (before, after, groups) in compared.items():
+    for task, (before, after, groups, base) in compared.items():
         # Paired by query: the same queries are measured before and after.
         difference, low, high = paired_bootstrap(before, after, groups=groups)
         rows.append(
@@ -89,6 +99,7 @@ def quality_rows(compared: Mapping[str, Compared]) -> list[dict[str, object]]:
                 "queries of": task,
                 "queries": len(before),
                 "documents": len(np.unique(groups)),
+                **({} if base is None else {"base": float(base.mean())}),
                 "original": float(before.mean()),
                 "adapted": float(after.mean()),
                 "difference": difference,
@@ -103,9 +114,9 @@ def finding_of(choice: Choice) -> str:
     """Return in one line whether adapting helps, by the held-out queries of both kinds."""
     if choice.unmeasured is not None:
         return f"cannot tell whether adapting helps: {choice.unmeasured}"
-    before, after, groups = pool(choice.compared)
+    before, after, groups, _ = pool(choice.compared)
     difference, low, high = paired_bootstrap(before, after, groups=groups)
-    if choice.keep == 1:
+    if choice.is_original:
         if choice.reason == "--keep":
             return "the model is the original: --keep 1"
         return (
@@ -113,26 +124,37 @@ def finding_of(choice: Choice) -> str:
             "held-out queries without lowering that of new documents"
         )
     gain = f"nDCG@10 of held-out queries {difference:+.3f} [{low:+.3f}, {high:+.3f}]"
+    what = "adapting"
+    if choice.keep == 1:
+        what = "going back to the model of the index"
     if low > 0:
-        return f"adapting helps: {gain}"
+        return f"{what} helps: {gain}"
     if difference > 0:
-        return f"adapting may not help: {gain}, an interval that includes 0"
-    return f"adapting does not help: {gain}"
+        return f"{what} may not help: {gain}, an interval that includes 0"
+    return f"{what} does not help: {gain}"
 
 
-def forgetting(points: Sequence[Interpolated], keep: float) -> list[str]:
+def forgetting(points: Sequence[Interpolated], keep: float, of: str = ORIGINAL) -> list[str]:
     """Return for each second task whether it loses, and how much of the original prevents it.
 
     Args:
-        points: scores of the final model at each share of the original weights.
-        keep: share of the original weights in the result.
+        points: scores of the final model at each share of the original weights, and of the base
+            weights if there are any.
+        keep: share of the weights of a model in the result.
+        of: which model, `ORIGINAL` or `BASE`.
     """
     notices = []
+    line = [point for point in points if point.of == ORIGINAL]
     for task in points[0].scores if points else ():
         if task.startswith(SECOND):
-            share = harmless_share(points, task)
+            share = harmless_share(line, task)
             loss = f"loses; from --keep {share:g} on nothing is lost within the interval"
-            if share <= keep:
+            if of == BASE:
+                # --keep is a share of the original weights, so none says what was taken.
+                taken = next(each for each in points if (each.keep, each.of) == (keep, of))
+                is_lost = paired_bootstrap(line[-1].scores[task], taken.scores[task]).high < 0
+                loss = "loses" if is_lost else "nothing is lost within the interval"
+            elif share <= keep:
                 loss = f"nothing is lost within the interval (from --keep {share:g} on)"
             notices.append(f"{task}: {loss}")
     return notices
@@ -148,7 +170,8 @@ def write_adaptation(
     Args:
         result: what was adapted.
         examples: held-out queries whose results changed most.
-        curves: scores at each share of the original weights: of held-out queries, and of others.
+        curves: scores at each share of the original or base weights: of held-out queries, and of
+            others.
     """
     # matplotlib is optional.
     figures = [_curves(curves)] if can_draw() and any(curves) else []
@@ -157,6 +180,8 @@ def write_adaptation(
     if notices := result.notices():
         facts["forgetting"] = " ".join(notices)
     metrics: dict[str, object] = {"quality": result.quality, "keep": result.keep}
+    if result.start_from is not None:
+        metrics["of"] = result.of
     if result.gate is not None:
         metrics["gate"] = result.gate._asdict()
     write_results(
@@ -172,13 +197,14 @@ def write_adaptation(
 
 def _curves(measured: Sequence[Sequence[Interpolated]]) -> Figure:
     """Draw the mean score of each task over the share of the adapted weights."""
-    curves = {
-        task: (
-            [1 - point.keep for point in points],
-            [float(point.scores[task].mean()) for point in points],
-        )
-        for points in measured
-        for task in (points[0].scores if points else ())
-    }
+    curves = {}
+    for points in measured:
+        for task, of in itertools.product(points[0].scores if points else (), (ORIGINAL, BASE)):
+            if line := [point for point in points if point.of == of]:
+                name = task if of == ORIGINAL else f"{task}, from the base model"
+                curves[name] = (
+                    [1 - point.keep for point in line],
+                    [float(point.scores[task].mean()) for point in line],
+                )
     plot = lines(curves, xlabel="share of the adapted weights", ylabel="nDCG@10")
     return Figure("Between the original model (0) and the adapted one (1)", plot)

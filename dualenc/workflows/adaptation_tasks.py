@@ -22,7 +22,11 @@ from dualenc.types import Integers
 from dualenc.workflows.adaptation_choice import KNOWN, NEW
 from dualenc.workflows.adaptation_report import SECOND
 from dualenc.workflows.adapting import QuerySide
+from dualenc.workflows.trained_pairs import Seen
 
+FOLDS = 5
+MANY_PAIRS = 5000
+"""With more pairs, two folds hold enough queries out to choose, and to stop a training early."""
 MAX_HELD_OUT = 1000
 """Maximum number of held-out queries of either kind, over all folds."""
 
@@ -31,7 +35,7 @@ MAX_HELD_OUT = 1000
 class ClickFolds:
     """Pairs to train on, and their splits into training pairs and held-out queries.
 
-        clicks = fold_clicks(learned.pairs, share=0.2, folds=5, seed=0)
+        clicks = fold_clicks(learned.pairs, share=0.2, seed=0)
         for fold in clicks.folds:
             print(len(fold.train))
 
@@ -39,37 +43,58 @@ class ClickFolds:
         pairs: all pairs.
         folds: splits by document that hold out any query.
         unmeasured: why no query was held out; None if there are some.
+        has_many: True if more pairs may be held out than `MANY_PAIRS`.
     """
 
     pairs: PairDataset
     folds: list[DocumentSplit]
     unmeasured: str | None
+    has_many: bool
 
 
-def fold_clicks(pairs: PairDataset, share: float, folds: int, seed: int) -> ClickFolds:
-    """Hold out queries by their documents, in several folds.
+def fold_clicks(
+    pairs: PairDataset,
+    share: float,
+    seed: int,
+    *,
+    most_folds: int = FOLDS,
+    seen: Seen | None = None,
+) -> ClickFolds:
+    """Hold out queries by their documents, in several folds: fewer where each holds many out.
 
     Args:
         pairs: queries with rows of relevant documents.
         share: share of the pairs that each fold holds out.
-        folds: number of splits.
         seed: random seed of the splits.
+        most_folds: maximum number of splits.
+        seen: what the model that training begins at was trained on: such pairs are not held out.
     """
+    may_be_new, may_be_known, usable = None, None, len(pairs)
+    if seen is not None:
+        may_be_new, may_be_known = seen.may_be_new(pairs), seen.may_be_known(pairs)
+        usable = int(may_be_known[pairs.left_id].sum())
+    has_many = usable > MANY_PAIRS
+    folds = min(most_folds, 2) if has_many else most_folds
+    masks = {"may_be_new": may_be_new, "may_be_known": may_be_known}
     splits = []
     if share:
-        splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed)
+        splits = fold_by_documents(pairs, folds, share, MAX_HELD_OUT // folds, seed, **masks)
     used = [split for split in splits if split.held_out is not None and len(split.train)]
-    return ClickFolds(pairs, used, _why_unmeasured(used, share))
+    unmeasured = None if used else _why_unmeasured(pairs, share, seen)
+    return ClickFolds(pairs, used, unmeasured, has_many)
 
 
-def _why_unmeasured(folds: Sequence[DocumentSplit], share: float) -> str | None:
-    """Return why no query was held out; None if there are some."""
+def _why_unmeasured(pairs: PairDataset, share: float, seen: Seen | None) -> str:
+    """Return why no query was held out."""
     if share == 0:
         return "no query was held out"
-    if not folds:
+    if seen is None:
         documents = f"the documents of each are in over {share:.0%} of the pairs"
         return f"no query could be held out: {documents}"
-    return None
+    count = int(seen.may_be_known(pairs).sum())
+    if count == 0:
+        return "nothing is held out: the run of --from was trained on all queries of the log"
+    return f"nothing is held out: the run of --from was trained on all but {count:,} queries"
 
 
 def held_out_tasks(fold: DocumentSplit, documents: Embeddings) -> dict[str, IndexEvaluator]:

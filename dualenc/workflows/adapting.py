@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import VectorItems
@@ -42,6 +43,8 @@ _TAKES: dict[type, tuple[Modality, ...]] = {
 """Modalities of queries by model."""
 SHARES = tuple(round(step / 10, 1) for step in range(11))
 """Shares of the original weights at which an adapted model is measured."""
+ORIGINAL, BASE = "original", "base"
+"""The model that training begins at; the model of the index, if that is another one."""
 
 
 @dataclass(eq=False)
@@ -199,10 +202,61 @@ class QuerySide:
 
 
 class Interpolated(NamedTuple):
-    """Scores (Q,) by task of the model with a share `keep` of the original weights."""
+    """Scores (Q,) by task of the model with a share `keep` of the weights of a model.
+
+    That model is `of`: the original or the base model.
+    """
 
     keep: float
     scores: dict[str, np.ndarray]
+    of: str = ORIGINAL
+
+
+class Ends(NamedTuple):
+    """Models between which and an adapted one the result lies.
+
+        points = Ends(original, base).score(adapted, tasks)
+
+    Attributes:
+        original: model that training begins at.
+        base: model of the index, if training begins at that of a previous run; else None.
+    """
+
+    original: DualEncoder
+    base: DualEncoder | None = None
+
+    def score(
+        self,
+        adapted: DualEncoder,
+        tasks: Mapping[str, IndexEvaluator],
+        shares: Sequence[float] = SHARES,
+    ) -> list[Interpolated]:
+        """Measure models on the lines from the adapted weights to each end, the original last.
+
+        Args:
+            adapted: model after training; not changed.
+            tasks: evaluators by name.
+            shares: shares of the weights of an end.
+        """
+        points: list[Interpolated] = []
+        if self.base is not None:
+            # Both lines begin at the adapted model, which is measured once.
+            towards = [share for share in shares if share > 0]
+            scored = score_interpolations(self.base, adapted, tasks, towards)
+            points = [point._replace(of=BASE) for point in scored]
+        return points + score_interpolations(self.original, adapted, tasks, shares)
+
+    def mix(self, adapted: DualEncoder, keep: float, of: str) -> dict[str, Tensor]:
+        """Return the weights keep·end + (1 − keep)·adapted, see `interpolate`.
+
+        Args:
+            adapted: model after training; not changed.
+            keep: share of the weights of the end.
+            of: which end, `ORIGINAL` or `BASE`.
+        """
+        end = self.original if of == ORIGINAL else self.base
+        assert end is not None
+        return interpolate(end, adapted, keep)
 
 
 def score_interpolations(

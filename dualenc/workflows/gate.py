@@ -39,7 +39,7 @@ class Gate(NamedTuple):
         """Measure the gain over all queries of some tasks; without any the gate is not passed."""
         if not compared:
             return cls(required, 0, None, None, None, False)
-        before, after, groups = pool(compared)
+        before, after, groups, _ = pool(compared)
         # One group varies as little as one query does: its interval would be a point.
         if len(np.unique(groups)) < 2:
             return cls(required, len(before), float((after - before).mean()), None, None, False)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from dualenc.data.corpus import used_items
-from dualenc.data.item_lists import Picked
 from dualenc.data.logs.click_model import ClickModel, KnownPropensities
 from dualenc.data.logs.split_by_time import split_by_time
 from dualenc.data.pairs import PairDataset
@@ -19,9 +18,9 @@ from dualenc.evaluation.feedback_queries import feedback_queries
 from dualenc.evaluation.metrics import score_queries
 from dualenc.evaluation.retrieval import divide_by_training
 from dualenc.training.index_evaluator import IndexEvaluator
-from dualenc.types import Integers
 from dualenc.workflows.adaptation_choice import KNOWN, NEW
-from dualenc.workflows.adaptation_log import LearnedLog, document_ids, learn_log
+from dualenc.workflows.adaptation_log import LearnedLog, document_ids, learn_log, log_rows
+from dualenc.workflows.trained_pairs import Seen
 
 LATER = "last tenth"
 MAX_QUERIES = 1000
@@ -37,11 +36,13 @@ class LastTenth:
 
     Attributes:
         earlier: pairs before the last tenth of the results lists.
-        later: pairs in it.
+        later: pairs in it whose queries can be measured.
         evaluator: all later queries that are measured.
         tasks: evaluators of later queries by task: those of documents without an earlier pair, and
             the others.
         begins: when the last tenth begins, in seconds since 1970.
+        num_seen: number of later queries that are not measured, since the model that training
+            begins at was trained on one of their pairs.
     """
 
     earlier: PairDataset
@@ -49,15 +50,20 @@ class LastTenth:
     evaluator: IndexEvaluator
     tasks: Mapping[str, IndexEvaluator]
     begins: float
+    num_seen: int
 
 
-def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> LastTenth | None:
-    """Divide a log by time; None if it has no times, or a part without relevant pairs.
+def last_tenth(
+    learned: LearnedLog, documents: Embeddings, seed: int = 0, seen: Seen | None = None
+) -> LastTenth | None:
+    """Divide a log by time; None if it has no times, or a part without pairs that can be used.
 
     Args:
         learned: the log and its click model, whose propensities both parts take.
         documents: N vectors with ids.
         seed: random seed of the queries that are measured, if there are many.
+        seen: what the model that training begins at was trained on: later queries with such a pair
+            are not measured, and its documents are not new.
     """
     split = split_by_time(learned.log)
     if split is None:
@@ -70,8 +76,15 @@ def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> Las
     except DualencError:
         # One of the parts has no relevant pair.
         return None
-    evaluator = IndexEvaluator.of_pairs(later, documents)
+    num_queries, measured_pairs = _num_queries(later), later
     trained_ids = document_ids(earlier, documents)
+    if seen is not None:
+        unseen = seen.may_be_known(later)[later.left_id]
+        if not unseen.any():
+            return None
+        measured_pairs = later.take(np.flatnonzero(unseen))
+        trained_ids += seen.record.document_ids()
+    evaluator = IndexEvaluator.of_pairs(measured_pairs, documents)
     known_qrels, new_qrels = divide_by_training(evaluator.qrels, trained_ids)
     draw = np.random.default_rng(seed)
     tasks = {}
@@ -80,7 +93,8 @@ def last_tenth(learned: LearnedLog, documents: Embeddings, seed: int = 0) -> Las
             names = draw.permutation(list(qrels))[:MAX_QUERIES].tolist()
             tasks[f"{LATER}: {part}"] = evaluator.among(names)
     measured = evaluator.among([name for each in tasks.values() for name in each.qrels])
-    return LastTenth(earlier, later, measured, tasks, split.begins)
+    num_seen = num_queries - _num_queries(measured_pairs)
+    return LastTenth(earlier, measured_pairs, measured, tasks, split.begins, num_seen)
 
 
 def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str, np.ndarray]:
@@ -96,7 +110,7 @@ def scores_without_training(part: LastTenth, original: DualEncoder) -> dict[str,
     Returns:
         (Q,) scores of each task.
     """
-    earlier_rows, later_rows = _log_rows(part.earlier), rows_of_queries(part.later)
+    earlier_rows, later_rows = log_rows(part.earlier), rows_of_queries(part.later)
     weights = part.earlier.weights
     if weights is None:
         weights = np.ones(len(part.earlier))
@@ -126,14 +140,12 @@ def rows_of_queries(pairs: PairDataset) -> dict[str, int]:
         pairs: pairs of `pairs_of`, or a part of them.
     """
     queries, number = used_items(pairs, "left")
-    rows = _log_rows(pairs)[pairs.left_id].tolist()
+    rows = log_rows(pairs)[pairs.left_id].tolist()
     return dict(zip([queries.ids[own] for own in number.tolist()], rows, strict=True))
 
 
-def _log_rows(pairs: PairDataset) -> Integers:
-    """Return the row in the log of each left item of `pairs_of`."""
-    assert isinstance(pairs.left_items, Picked)
-    return pairs.left_items.positions
+def _num_queries(pairs: PairDataset) -> int:
+    return len(np.unique(pairs.left_id))
 
 
 def _propensities(model: ClickModel | None) -> KnownPropensities | None:

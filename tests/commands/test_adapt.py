@@ -103,7 +103,7 @@ def test_a_linear_map_turns_queries_back(
     assert quality["second task: test"]["queries"] == N - 200
     # The documents' file is gone with the other intermediate ones.
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
-        *("metrics.json", "model", "report.html", "training"),
+        *("map", "metrics.json", "model", "report.html", "trained_pairs.parquet", "training"),
     ]
     query = pq.read_table(turned / "test" / "queries.parquet").column("vector")[299].as_py()
     np.save(tmp_path / "query.npy", np.array(query, np.float32))

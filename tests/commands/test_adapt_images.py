@@ -188,6 +188,30 @@ def test_the_tower_itself(images: Path, tmp_path: Path, train: str, clicks: str)
     np.testing.assert_allclose(inside.encode(items, side), model.encode_query(items), atol=1e-6)
 
 
+@pytest.mark.parametrize("train", ["linear", "all"])
+@pytest.mark.parametrize("clicks", ["texts.parquet", "paths.parquet", "bytes.parquet"])
+def test_a_run_goes_on_from_another(
+    images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], train: str, clicks: str
+) -> None:
+    """Its queries are known again by their contents; kept whole, its model gives the same
+    vectors."""
+    options = ("--train", train, "--learning-rate", 0.003, "--epochs", 1)
+    first = adapted(images, clicks, tmp_path / "one", *options)
+    words = ("adapt", images / "index", images / clicks, "--from", tmp_path / "one", *options)
+    run(*words, "--out", tmp_path / "two")
+    told = "nothing is held out: the run of --from was trained on all queries of the log"
+    assert told in capsys.readouterr().out
+    second = load_model(tmp_path / "two" / "model")
+    items: Any = [open_image(images / "views" / name) for name in NAMES[:9]]
+    if clicks == "texts.parquet":
+        items = [caption(row) for row in range(9)]
+    np.testing.assert_allclose(second.encode_query(items), first.encode_query(items), atol=1e-6)
+    if clicks != "texts.parquet":
+        other = (images / "index", images / "texts.parquet", "--from", tmp_path / "one")
+        line = failure(capsys, "adapt", *other, *options, "--out", tmp_path / "three")
+        assert "takes queries of kind image, and those of the log are of kind text" in line
+
+
 def test_a_unimodal_model_and_an_unreadable_query(
     images: Path,
     tmp_path: Path,

@@ -102,3 +102,72 @@ def test_the_first_fold_is_the_split() -> None:
         assert own is not None
         assert other is not None
         assert own.left_id.tolist() == other.left_id.tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pairs_that_were_trained_on_are_not_held_out(seed: int) -> None:
+    """By enumeration: which queries may be new and known follows from an earlier model's pairs, no
+    other is held out, and what is not held out is trained on."""
+    generator = np.random.default_rng(seed)
+    left_id, right_id = generator.integers(0, 400, 900), generator.integers(0, 300, 900)
+    left_id, right_id = np.unique(np.stack([left_id, right_id]), axis=1)
+    pairs = PairDataset(
+        [str(row) for row in range(400)], [str(row) for row in range(300)], left_id, right_id
+    )
+    documents = defaultdict(set)
+    for query, document in zip(left_id.tolist(), right_id.tolist()):
+        documents[query].add(document)
+    before = set(generator.permutation(100).tolist()[:60])  # queries of yesterday's log
+    trained = {document for query in before for document in documents[query]}
+    may_be_new = np.array([not documents[query] & trained for query in range(400)])
+    may_be_known = np.array([query not in before for query in range(400)])
+    fresh = {query for query in documents if may_be_known[query]}
+    folds = fold_by_documents(
+        *(pairs, 5, 0.2, 1000, seed), may_be_new=may_be_new, may_be_known=may_be_known
+    )
+    new_pairs = sum(len(documents[query]) for query in documents if may_be_new[query])
+    times: Counter[int] = Counter()
+    for fold in folds:
+        assert fold.new is not None
+        assert fold.known is not None
+        new, known = (set(part.left_id.tolist()) for part in (fold.new, fold.known))
+        assert all(may_be_new[query] for query in new)
+        assert known <= fresh
+        gone = {document for query in new for document in documents[query]}
+        assert gone.isdisjoint(trained)
+        # A share of the pairs that may be held out, and of the queries.
+        assert sum(document in gone for document in right_id.tolist()) <= 0.2 * new_pairs
+        assert len(known) >= min(len(new), round(0.2 * len(fresh)))
+        expected = [
+            (query, document)
+            for query, document in zip(left_id.tolist(), right_id.tolist())
+            if document not in gone and query not in known
+        ]
+        assert sorted(zip(fold.train.left_id.tolist(), fold.train.right_id.tolist())) == expected
+        times.update(known)
+    # Other queries each time, while there are any that can be.
+    assert len(times) > 0.6 * len(fresh)
+
+
+def test_masks_of_all_queries_change_nothing_but_the_number_of_known_ones() -> None:
+    pairs = PairDataset(
+        [str(row) for row in range(60)],
+        [str(row) for row in range(30)],
+        np.arange(60),
+        np.arange(60) // 2,
+    )
+    everyone = np.ones(60, dtype=bool)
+    plain = fold_by_documents(pairs, 3, 0.2, 50, seed=1)
+    masked = fold_by_documents(pairs, 3, 0.2, 50, 1, may_be_new=everyone)
+    for fold, same in zip(plain, masked, strict=True):
+        for part, other in zip(fold, same, strict=True):
+            assert part is not None
+            assert other is not None
+            assert part.left_id.tolist() == other.left_id.tolist()
+    [nothing] = fold_by_documents(pairs, 1, 0.2, 50, may_be_new=~everyone, may_be_known=~everyone)
+    assert nothing.held_out is None
+    assert len(nothing.train) == 60
+    [known] = fold_by_documents(pairs, 1, 0.2, 50, may_be_new=~everyone, may_be_known=everyone)
+    assert known.new is None
+    assert known.known is not None
+    assert len(known.known) == 12

@@ -16,8 +16,8 @@ from dualenc.workflows.adaptation_choice import (
     choose,
     unmeasured_choice,
 )
-from dualenc.workflows.adaptation_report import finding_of, quality_rows
-from dualenc.workflows.adapting import Interpolated
+from dualenc.workflows.adaptation_report import finding_of, forgetting, quality_rows
+from dualenc.workflows.adapting import BASE, ORIGINAL, Interpolated
 
 SHARES = (0.0, 0.5, 1.0)
 ALPHAS = (math.inf, 0.1)
@@ -120,6 +120,7 @@ def test_each_fold_is_scored_at_the_choice_of_the_others() -> None:
         rest = HeldOut(
             pooled.alphas,
             pooled.shares,
+            pooled.of,
             pooled.steps,
             pooled.is_new[others],
             pooled.document[others],
@@ -163,3 +164,101 @@ def test_nothing_held_out() -> None:
     assert isinstance(choice, Choice)
     assert unmeasured_choice(0.5, "no query was held out").keep == 0.5
     assert finding_of(choice) == "cannot tell whether adapting helps: no query was held out"
+
+
+LINES = [*((share, BASE) for share in SHARES[1:]), *((share, ORIGINAL) for share in SHARES)]
+"""Candidates after a previous run: the trained model is on both lines."""
+
+
+def continued(
+    new: dict[tuple[float, str], float],
+    known: dict[tuple[float, str], float] | None = None,
+    *,
+    noise: float = 0.0,
+    documents: int = 40,
+    seed: int = 0,
+) -> HeldOut:
+    """Three folds whose scores of new and known documents rise by gains at (share, end)."""
+    generator = np.random.default_rng(seed)
+    trials, rows = [], []
+    for fold in range(3):
+        start = {task: 0.3 + 0.4 * generator.random(documents) for task in (NEW, KNOWN)}
+        points = []
+        for candidate in LINES:
+            gains = {NEW: new.get(candidate, 0.0), KNOWN: (known or new).get(candidate, 0.0)}
+            scores = {
+                task: start[task] + gain + noise * generator.standard_normal(documents)
+                for task, gain in gains.items()
+            }
+            points.append(Interpolated(candidate[0], scores, candidate[1]))
+        trials.append([Trial(0.1, 10, points)])
+        numbers = np.arange(documents) + fold * documents
+        rows.append({NEW: numbers, KNOWN: numbers + 10_000})
+    return HeldOut.of_folds(trials, rows)
+
+
+@pytest.mark.parametrize(
+    ("new", "taken"),
+    [
+        ({(1.0, BASE): 0.1}, (1.0, BASE)),  # the previous model was spoiled
+        ({(0.0, ORIGINAL): -0.1, (0.5, BASE): -0.1, (1.0, BASE): -0.1}, (1.0, ORIGINAL)),
+        ({(0.0, ORIGINAL): 0.2, (0.5, BASE): 0.1, (0.5, ORIGINAL): 0.1}, (0.0, ORIGINAL)),
+        ({(0.5, BASE): 0.2, (1.0, BASE): 0.1}, (0.5, BASE)),
+        ({}, (1.0, ORIGINAL)),  # of equals
+    ],
+)
+def test_after_a_previous_run_both_lines_are_candidates(
+    new: dict[tuple[float, str], float], taken: tuple[float, str]
+) -> None:
+    choice = choose(continued(new))
+    assert (choice.keep, choice.of) == taken
+    for row in quality_rows(choice.compared):
+        assert row["difference"] == pytest.approx(new.get(taken, 0))
+        assert row["base"] == pytest.approx(row["original"] + new.get((1.0, BASE), 0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_far_below_the_base_model_is_taken(seed: int) -> None:
+    """The choice is that of a loop over all candidates, with both floors."""
+    generator = np.random.default_rng(seed)
+    new, known = (
+        dict(zip(LINES, 0.05 * generator.standard_normal(len(LINES)), strict=True))
+        for _ in range(2)
+    )
+    pooled = continued(new, known, noise=0.2, seed=seed)
+    scores = {candidate: pooled.scores[0, row] for row, candidate in enumerate(LINES)}
+    of_new = {name: own[pooled.is_new] for name, own in scores.items()}
+    allowed = []
+    for name in LINES:
+        gain = of_new[name] - of_new[LINES[-1]]
+        error = np.sqrt(np.square(gain - gain.mean()).sum()) / len(gain)
+        over_base = of_new[name].mean() - of_new[1.0, BASE].mean()
+        if gain.mean() - error >= -0.003 and over_base >= -0.003:
+            allowed.append(name)
+    # With nothing allowed, the previous model stays.
+    allowed = allowed or [(1.0, ORIGINAL)]
+    choice = choose(pooled)
+    assert (choice.keep, choice.of) == max(allowed, key=lambda name: scores[name].mean())
+
+
+def test_too_few_documents_are_halfway_to_the_previous_model() -> None:
+    spoiled = {(1.0, BASE): 0.3, (0.5, ORIGINAL): 0.1}
+    choice = choose(continued(spoiled, documents=5))
+    assert (choice.keep, choice.of) == (0.5, ORIGINAL)
+    worse = {(1.0, BASE): 0.3, (0.5, ORIGINAL): -0.1}
+    choice = choose(continued(worse, documents=5))
+    assert choice.is_original
+    assert choose(continued(spoiled), keep=0.5).of == ORIGINAL
+
+
+def test_what_is_forgotten_on_the_way_to_the_base_model() -> None:
+    generator = np.random.default_rng(0)
+    scores = 0.5 + 0.1 * generator.random(50)
+    of_share = {(0.5, BASE): scores - 0.2, (1.0, BASE): scores + 0.1}
+    points = [
+        Interpolated(keep, {"second task: x": of_share.get((keep, of), scores)}, of)
+        for keep, of in LINES
+    ]
+    assert forgetting(points, 0.5, BASE) == ["second task: x: loses"]
+    assert "nothing is lost" in forgetting(points, 1.0, BASE)[0]
+    assert "from --keep 0 on" in forgetting(points, 0.5, ORIGINAL)[0]

@@ -16,6 +16,7 @@ from dualenc.encoders import VectorEncoder
 from dualenc.io.provenance import Provenance
 from dualenc.workflows.adaptation_log import LearnedLog, learn_log
 from dualenc.workflows.last_tenth import last_tenth, scores_without_training
+from dualenc.workflows.trained_pairs import Seen, TrainedPairs
 
 N = 20
 
@@ -60,3 +61,35 @@ def test_without_times_there_is_no_last_tenth(tmp_path: Path, documents: Embeddi
     (tmp_path / "log.csv").write_text("query,doc_id\na,d1\nb,d2\n")
     log = open_log(tmp_path / "log.csv", documents)
     assert last_tenth(learn_log(log, documents), documents) is None
+
+
+def test_later_queries_that_were_trained_on_before_are_not_measured(
+    tmp_path: Path, documents: Embeddings
+) -> None:
+    """What an earlier model was trained on: its pairs measure nothing, its documents are not
+    new."""
+    rows = [(f"query {time}", f"d{time % 10}", time) for time in range(36)]
+    rows += [("query 3", "d3", 36), ("a", "d15", 37), ("b", "d16", 38), ("c", "d17", 39)]
+    log = learned(tmp_path / "log.csv", rows, documents)
+    before = learned(tmp_path / "old.csv", [("query 3", "d3", 0), ("old", "d16", 1)], documents)
+    texts = open_log(tmp_path / "old.csv", documents).queries
+    record = TrainedPairs.of(before.pairs, texts, documents)
+    seen = Seen(record, open_log(tmp_path / "log.csv", documents).queries, documents)
+    part = last_tenth(log, documents, seen=seen)
+    assert part is not None
+    assert part.num_seen == 1
+    judged = {
+        task: sorted(name for grades in each.qrels.values() for name in grades)
+        for task, each in part.tasks.items()
+    }
+    assert judged == {
+        "last tenth: new documents": ["d15", "d17"],
+        "last tenth: documents in training": ["d16"],
+    }
+    model = VectorEncoder(N, tower="linear", right_tower="identity").eval()
+    assert {task: len(own) for task, own in scores_without_training(part, model).items()} == {
+        "last tenth: new documents": 2,
+        "last tenth: documents in training": 1,
+    }
+    everything = Seen(TrainedPairs.of(log.pairs, seen.queries, documents), seen.queries, documents)
+    assert last_tenth(log, documents, seen=everything) is None
