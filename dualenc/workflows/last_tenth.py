@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.workflows.adaptation_choice import KNOWN, NEW
 from dualenc.workflows.adaptation_log import LearnedLog, document_ids, learn_log, log_rows
 from dualenc.workflows.trained_pairs import Seen
+
+logger = logging.getLogger("dualenc.workflows")
 
 LATER = "last tenth"
 MAX_QUERIES = 1000
@@ -73,14 +76,16 @@ def last_tenth(
         earlier, later = (
             learn_log(part, documents, known).pairs for part in (split.earlier, split.later)
         )
-    except DualencError:
+    except DualencError as error:
         # One of the parts has no relevant pair.
+        logger.info("the last tenth of the log measures nothing: %s", error)
         return None
     num_queries, measured_pairs = _num_queries(later), later
     trained_ids = document_ids(earlier, documents)
     if seen is not None:
         unseen = seen.may_be_known(later)[later.left_id]
         if not unseen.any():
+            logger.info("the last tenth of the log measures nothing: all its pairs were trained on")
             return None
         measured_pairs = later.take(np.flatnonzero(unseen))
         trained_ids += seen.record.document_ids()

@@ -64,7 +64,7 @@ def test_without_times_there_is_no_last_tenth(tmp_path: Path, documents: Embeddi
 
 
 def test_later_queries_that_were_trained_on_before_are_not_measured(
-    tmp_path: Path, documents: Embeddings
+    tmp_path: Path, documents: Embeddings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an earlier model was trained on: its pairs measure nothing, its documents are not
     new."""
@@ -92,4 +92,17 @@ def test_later_queries_that_were_trained_on_before_are_not_measured(
         "last tenth: documents in training": 1,
     }
     everything = Seen(TrainedPairs.of(log.pairs, seen.queries, documents), seen.queries, documents)
-    assert last_tenth(log, documents, seen=everything) is None
+    with caplog.at_level("INFO"):
+        assert last_tenth(log, documents, seen=everything) is None
+    assert "the last tenth of the log measures nothing: all its pairs" in caplog.text
+
+
+def test_last_tenth_without_a_relevant_pair_is_named(
+    tmp_path: Path, documents: Embeddings, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = [f"q{time},d{time},{int(time < 18)},{1_700_000_000 + time}" for time in range(20)]
+    (tmp_path / "log.csv").write_text("\n".join(["query,doc_id,clicked,timestamp", *lines]))
+    log = learn_log(open_log(tmp_path / "log.csv", documents), documents)
+    with caplog.at_level("INFO"):
+        assert last_tenth(log, documents) is None
+    assert "measures nothing: no pair of the log counts as relevant" in caplog.text
