@@ -1,15 +1,19 @@
 """Make tasks and models from what is at hand, for `small_batch.py` and `migrating.py`.
 
     python eval/make_data.py functions FOLDER
+    python eval/make_data.py short FOLDER OUT --documents 5000
     python eval/make_data.py project MODEL OUT --dim 256
 
-`functions` writes a BEIR folder, `project` a model to begin from.
+`functions` and `short` write BEIR folders, `project` a model to begin from.
 """
 
 from __future__ import annotations
 
 import ast
+import json
+import random
 import re
+import shutil
 import string
 import sysconfig
 import warnings
@@ -24,7 +28,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize
 from tqdm.auto import tqdm
 
-from dualenc.data import BeirPairs
+from dualenc.data import BeirPairs, open_corpus
 from dualenc.encoders import load_model
 
 PARTS = ("train", "dev", "test")
@@ -89,6 +93,35 @@ def words(*names: str) -> list[str]:
     return [word.lower() for word in found]
 
 
+def short(folder: Path, out: Path, words: int = 64, documents: int | None = None) -> None:
+    """Copy a BEIR folder with the first words of each document, and with so many documents.
+
+    Documents of test pairs stay, and others are drawn from those of the training pairs.
+    """
+    files = {file.name: file for file in (folder / "qrels").glob("*.tsv")}
+    judged = {name: file.read_text("utf-8").splitlines() for name, file in files.items()}
+    corpus = [json.loads(line) for line in (folder / "corpus.jsonl").open(encoding="utf-8")]
+    ids = {row["_id"] for row in corpus}
+    if documents is not None:
+        test, train = (
+            {line.split("\t")[1] for line in judged[f"{part}.tsv"][1:]}
+            for part in ("test", "train")
+        )
+        others = sorted(train - test)
+        random.Random(0).shuffle(others)
+        ids = test | set(others[: documents - len(test)])
+    (out / "qrels").mkdir(parents=True, exist_ok=True)
+    for name, (header, *lines) in judged.items():
+        kept = [line for line in lines if line.split("\t")[1] in ids]
+        (out / "qrels" / name).write_text("\n".join([header, *kept, ""]), encoding="utf-8")
+    shutil.copy(folder / "queries.jsonl", out)
+    with (out / "corpus.jsonl").open("w", encoding="utf-8") as file:
+        for row in corpus:
+            if row["_id"] in ids:
+                row["text"] = " ".join(row["text"].split()[:words])
+                file.write(json.dumps(row) + "\n")
+
+
 def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:
     """Write a model whose vectors are those of another times a random matrix, to be fine-tuned."""
     torch.manual_seed(seed)
@@ -111,9 +144,13 @@ def check(folder: Path) -> None:
     [pair] = BeirPairs(folder / "functions", "train")
     *body, last = pair.right.split()
     assert (pair.left, body) == (f"code io read http file {last[:-1]} path", names)
+    short(folder / "functions", folder / "short", words=3, documents=2)
+    for pair in BeirPairs(folder / "short", "test"):
+        assert pair.right.split() == names[:3]
+    assert len(open_corpus(folder / "short")) == 2
     project(str(toys.text_model(folder / "model")), folder / "projected", dim=5)
     assert load_model(folder / "projected").left.dim == 5
 
 
 if __name__ == "__main__":
-    command_line(functions, project, check=check)
+    command_line(functions, short, project, check=check)
