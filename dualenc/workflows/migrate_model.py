@@ -22,13 +22,21 @@ from dualenc.io.files import locked, write_json
 from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
-from dualenc.search.embed.encode import embed, tower_checksum
+from dualenc.search.embed.encode import Known, embed, tower_checksum
 from dualenc.search.engines.filter_recall import RESULT, VECTORS
 from dualenc.search.engines.pushed_folder import is_pushed
 from dualenc.search.index.build import new_index
 from dualenc.search.migration import maps, rollback
-from dualenc.search.migration.migration_folder import read_plan, remove_work, work_folder
+from dualenc.search.migration.candidates import NUM_CANDIDATES
+from dualenc.search.migration.migration_folder import (
+    cache_path,
+    read_plan,
+    remove_work,
+    work_folder,
+)
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.migration.vector_cache import VectorCache
+from dualenc.search.query_vectors import query_vector
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.workflows.migration_texts import MAX_JUDGED, Texts, open_migration_texts
 from dualenc.workflows.session import open_model, recorded_name, start_processes
@@ -37,6 +45,8 @@ logger = logging.getLogger("dualenc.workflows")
 
 MIN_DOCUMENTS = 100
 """Fewer documents are too few to learn maps from, and embedding all of them takes seconds."""
+NUM_TIMED = 10
+"""Number of queries whose time is measured."""
 TITLE = "Change of model"
 
 
@@ -58,6 +68,8 @@ class MigrationReport:
         systems: a row per combination of queries and vectors: mean of each metric with its 95%
             interval.
         served: shares of new vectors, from 0 to 1, at which the index is replaced.
+        meanwhile: "candidates" if the new model ranks the candidates of the old one until all
+            documents are embedded; "index" if the index answers, by old or mapped vectors.
         page: path of the report; None if nothing was measured.
     """
 
@@ -69,11 +81,16 @@ class MigrationReport:
     facts: Mapping[str, Any] = field(default_factory=dict)
     systems: Sequence[Mapping[str, Any]] = ()
     served: Sequence[float] = ()
+    meanwhile: measures.Meanwhile = "index"
     page: Path | None = None
 
     def verdict(self) -> str:
         """Return how the new model compares with the old one on the sample."""
         return measures.verdict(self.systems)
+
+    def candidates_verdict(self) -> str:
+        """Return how candidates compare with the old and the new model on the sample."""
+        return measures.candidates_verdict(self.systems)
 
     def is_judged(self) -> bool:
         """Return True if the sample was measured with relevance judgements."""
@@ -122,7 +139,7 @@ def migrate(
             or the sample.
         report_only: stop after the measurements.
         anyway: continue even if the new model finds significantly less than the old one; without
-            judgements, serve mapped vectors.
+            judgements, answer by candidates or mapped vectors.
         batch_size: number of texts per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
@@ -159,6 +176,8 @@ def migrate(
             "until the last replacement the old index comes back by: dualenc migrate %s --rollback",
             index,
         )
+        if report.meanwhile == "candidates":
+            steps.migration.serve_candidates(steps.texts.corpus.items)
         steps.embed_all(report.served)
     return replace(report, state="replaced")
 
@@ -313,9 +332,13 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
         measured = steps.measure()
     measures.check_report(measured, migration.work / "report.json")
     served = measured["served"]
-    if anyway and not measures.is_judged(measured["systems"]):
-        # Without judgements nothing forbids mapped vectors: the user takes the risk.
-        served = list(SHARES)
+    meanwhile = measured.get("meanwhile", "index")
+    if not measures.is_judged(measured["systems"]):
+        # Without judgements the old index stays, unless the user takes the risk.
+        if not anyway:
+            meanwhile = "index"
+        elif meanwhile == "index":
+            served = list(SHARES)
     report = MigrationReport(
         index=index,
         state="measured",
@@ -325,10 +348,34 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
         facts=measured["facts"],
         systems=measured["systems"],
         served=served,
+        meanwhile=meanwhile,
         page=_page(migration.work),
     )
     write_report(_page(migration.work), TITLE, facts=report.facts, tables=[report.table()])
     return report
+
+
+class _Questions(NamedTuple):
+    """Queries (Q, E) and (Q, D) of both models, and how the results of systems are scored.
+
+    `is_unasked` (n,) marks documents of the sample that are not queries; `texts` are a few queries.
+    """
+
+    old: np.ndarray
+    new: np.ndarray
+    texts: Sequence[str]
+    is_unasked: np.ndarray
+    truth: str
+    scores: Callable[[Mapping[str, measures.System]], dict[str, measures.Scores]]
+    candidates: Callable[[measures.Sample], measures.Scores]
+    candidates_from: str
+
+    def best_map(self, new: np.ndarray, mapped: Mapping[maps.MapKind, np.ndarray]) -> maps.MapKind:
+        """Return the kind of map over whose documents (n, D) queries find most."""
+        systems: dict[str, measures.System] = {measures.NEW: (self.new, new)}
+        systems |= {kind: (self.new, vectors) for kind, vectors in mapped.items()}
+        scores = self.scores(systems)
+        return measures.best_map({kind: scores[kind] for kind in maps.KINDS})
 
 
 @dataclass(eq=False)
@@ -343,6 +390,8 @@ class _Steps:
 
     def __post_init__(self) -> None:
         work = self.migration.work
+        path = cache_path(self.migration.folder, self.migration.plan)
+        self.cache = VectorCache(path, self.encoder.right.dim)
         self.old = open_documents(work / "old", work)
         judged: set[str] = set()
         if self.texts.judged is not None:
@@ -356,7 +405,13 @@ class _Steps:
         self.seconds = round(time.perf_counter() - started, 3)
 
     def _embed(
-        self, tower: Tower, corpus: Corpus, out: Path | None, bar: str, dim: int | None = None
+        self,
+        tower: Tower,
+        corpus: Corpus,
+        out: Path | None,
+        bar: str,
+        dim: int | None = None,
+        known: Known | None = None,
     ) -> Embeddings:
         """Embed with a progress bar of this name."""
         return embed(
@@ -368,24 +423,34 @@ class _Steps:
             # Skipping is not an option: the index needs a vector of each text.
             on_error="raise",
             progress=bar if self.progress else False,
+            known=known,
         )
 
     def _embed_documents(self, rows: np.ndarray, name: str, bar: str) -> Embeddings:
         """Embed documents (n,) of the index into a folder of the work folder."""
         corpus = self.texts.corpus.take(rows)
-        return self._embed(self.encoder.right, corpus, self.migration.work / name, bar)
+
+        def known(places: Sequence[int]) -> dict[int, np.ndarray]:
+            """Return the vectors that searches have embedded as candidates."""
+            vectors = self.cache.get([corpus.ids[place] for place in places])
+            return {
+                place: vectors[corpus.ids[place]]
+                for place in places
+                if corpus.ids[place] in vectors
+            }
+
+        out = self.migration.work / name
+        return self._embed(self.encoder.right, corpus, out, bar, known=known)
 
     def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
         """Return the vectors (Q, D) of queries."""
         return np.asarray(self._embed(tower, queries, None, "embed queries", dim).vectors)
 
     def measure(self) -> dict[str, Any]:
-        """Learn the map, order the documents and measure; write all of it into the work folder."""
+        """Choose and learn the map, order the documents and measure; write all of it."""
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
-        maps.fit(old, new).save(self.migration.work / "map.safetensors")
-        needs_queries = self.texts.judged is not None or self.texts.past is not None
-        old_tower = self._old_tower() if needs_queries else None
+        old_tower = self._old_tower()
         # Documents stand in for queries if there are none, or no model to embed them.
         past = old
         if old_tower is not None and self.texts.past is not None:
@@ -395,23 +460,38 @@ class _Steps:
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        mapped = maps.out_of_fold(old, new, fold)
-        sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
         if old_tower is not None and self.texts.judged is not None:
-            truth = "judged documents"
-            scores = self._judged_scores(sample, old_tower, *self.texts.judged)
+            questions = self._judged_questions(old_tower, *self.texts.judged)
         else:
-            truth = "the new model's neighbours of documents"
-            scores = self._neighbour_scores(sample, fold)
-        systems = measures.summarize(scores)
-        facts = self._facts(len(order), len(scores[measures.NEW]["recall@10"]), truth, len(past))
-        report = {"facts": facts, "systems": systems, "served": measures.served_shares(systems)}
+            questions = self._document_questions(old, new, fold)
+        mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
+        kind = questions.best_map(new, mapped)
+        maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
+        places = np.argsort(order)[self.rows]
+        sample = measures.Sample(old, new, mapped[kind], places, len(order))
+        # The reverse map: new queries over old vectors. It must not have seen documents as queries.
+        is_seen = questions.is_unasked
+        mapped_queries = maps.fit(new[is_seen], old[is_seen], kind)(questions.new)
+        systems = measures.compared(sample, questions.old, mapped_queries, questions.new)
+        scores = questions.scores(systems)
+        facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
+        # Without the old model nothing finds candidates.
+        if old_tower is not None:
+            own = {measures.CANDIDATES: questions.candidates(sample)}
+            # Before the mixed vectors, which the table shows share by share up to the new ones.
+            first = list(scores)[:2]
+            scores = {name: scores[name] for name in first} | own | scores
+            facts |= self._candidate_facts(old_tower, questions)
+        systems_rows = measures.summarize(scores)
+        meanwhile = measures.best_meanwhile(scores)
+        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems_rows)
+        report = {"facts": facts, "systems": systems_rows, "served": served, "meanwhile": meanwhile}
         # Last: a resumed run takes the report as a sign that all of the above is written.
         write_json(self.migration.work / "report.json", report)
         return report
 
     def _facts(
-        self, num_documents: int, num_queries: int, truth: str, num_past: int
+        self, num_documents: int, num_queries: int, truth: str, num_past: int, kind: maps.MapKind
     ) -> dict[str, Any]:
         """Return the settings and counts that the report shows."""
         num_sampled = len(self.rows)
@@ -424,6 +504,7 @@ class _Steps:
             "queries": num_queries,
             "relevant are": truth,
             "queries that decide the order": num_past,
+            "map": kind,
         }
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
@@ -432,27 +513,69 @@ class _Steps:
             facts["seconds for the others, estimated"] = rest
         return facts
 
-    def _judged_scores(
-        self, sample: measures.Sample, old_tower: Tower, queries: Corpus, qrels: Qrels
-    ) -> dict[str, measures.Scores]:
-        """Measure with relevance judgements of queries."""
-        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
-        new_queries = self._embed_queries(self.encoder.left, queries)
-        # The reverse map: new queries over old vectors.
-        mapped_queries = maps.fit(sample.new, sample.old)(new_queries)
-        systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
-        return measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
+    def _candidate_facts(self, old_tower: Tower, questions: _Questions) -> dict[str, Any]:
+        """Return where candidates come from, and the time of a query by candidates."""
+        facts: dict[str, Any] = {"candidates are": questions.candidates_from}
+        index, tower = self.migration.old, self.encoder.left
+        count = min(NUM_CANDIDATES, len(self.rows))
+        seconds = []
+        for text in questions.texts[: NUM_TIMED + 1]:
+            started = time.perf_counter()
+            vector = query_vector(text, old_tower, index.dim, may_be_zero=True)
+            query = query_vector(text, tower, tower.dim, may_be_zero=True)
+            index.search_rows(vector, min(NUM_CANDIDATES, len(index)))
+            _ = self.sample.vectors[np.arange(count)] @ query
+            seconds.append(time.perf_counter() - started)
+        # The first call of a model takes longer.
+        warm = float(np.median(seconds[1:] or seconds))
+        # After a resumption the time of the sample is unknown.
+        if not self.is_resumed:
+            each = self.seconds / len(self.rows)
+            cold = warm + each * min(NUM_CANDIDATES, len(index))
+            facts["seconds per query by candidates, cold"] = round(cold, 3)
+        facts["seconds per query by candidates, warm"] = round(warm, 4)
+        return facts
 
-    def _neighbour_scores(
-        self, sample: measures.Sample, fold: np.ndarray
-    ) -> dict[str, measures.Scores]:
-        """Measure with documents as queries; what the new model finds counts as relevant."""
-        old, new, *_ = sample
+    def _judged_questions(self, old_tower: Tower, queries: Corpus, qrels: Qrels) -> _Questions:
+        """Return queries with relevance judgements."""
+        old = self._embed_queries(old_tower, queries, self.old.dim)
+        new = self._embed_queries(self.encoder.left, queries)
+        ids = (queries.ids, self.sample.ids, qrels)
+
+        def candidates(sample: measures.Sample) -> measures.Scores:
+            # Candidates among all documents, as searches find them, so that nothing is too good.
+            index = self.migration.old
+            rows = index.search_rows(old, min(NUM_CANDIDATES, len(index)))[1]
+            column_of = np.full(len(index), -1)
+            column_of[self.rows] = np.arange(len(self.rows))
+            columns = np.where(rows >= 0, column_of[rows], -1)
+            return measures.judged_candidates((new, sample.new), columns, *ids)
+
+        return _Questions(
+            old,
+            new,
+            [queries[row] for row in range(min(len(queries), NUM_TIMED + 1))],
+            is_unasked=np.ones(len(self.rows), bool),
+            truth="judged documents",
+            scores=lambda systems: measures.judged_scores(systems, *ids),
+            candidates=candidates,
+            candidates_from=f"sampled documents among the first {NUM_CANDIDATES} of all",
+        )
+
+    def _document_questions(self, old: np.ndarray, new: np.ndarray, fold: np.ndarray) -> _Questions:
+        """Return documents as queries; what the new model finds counts as relevant."""
         rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-        # The map of the queries must not have seen them.
-        mapped_queries = maps.fit(new[fold != 0], old[fold != 0])(new[rows])
-        systems = measures.compared(sample, old[rows], mapped_queries, new[rows])
-        return measures.neighbour_scores(systems, rows)
+        texts = self.texts.corpus.take(self.rows[rows[: NUM_TIMED + 1]])
+        return _Questions(
+            old[rows],
+            new[rows],
+            [texts[row] for row in range(len(texts))],
+            is_unasked=fold != 0,
+            truth="the new model's neighbours of documents",
+            scores=lambda systems: measures.neighbour_scores(systems, rows),
+            candidates=lambda sample: measures.neighbour_candidates(sample, rows, NUM_CANDIDATES),
+            candidates_from=f"the first {NUM_CANDIDATES} of the sample",
+        )
 
     def _old_tower(self) -> Tower | None:
         """Return the query tower of the old model; None if it is gone or has changed."""
