@@ -177,7 +177,8 @@ def migrate(
             index,
         )
         if report.meanwhile == "candidates":
-            steps.migration.serve_candidates(steps.texts.corpus.items)
+            corpus = steps.texts.corpus
+            steps.migration.serve_candidates(corpus[row] for row in range(len(corpus)))
         steps.embed_all(report.served)
     return replace(report, state="replaced")
 

@@ -25,6 +25,7 @@ from tests.helpers.in_process import evaluated, failure, found, run
 DOCUMENTS, KILLS = 300, 20
 FORK = multiprocessing.get_context("fork")
 SERVED = "dualenc.evaluation.migration_measures.served_shares"
+MEANWHILE = "dualenc.evaluation.migration_measures.best_meanwhile"
 
 
 @pytest.fixture(scope="module")
@@ -228,9 +229,15 @@ def test_without_judgements_neighbours_are_the_truth(
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--anyway",)])
 def test_without_judgements_mapped_vectors_are_not_served_unasked(
-    made: Path, index: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    made: Path,
+    index: Path,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the new model's neighbours the new model is best, whatever it finds."""
+    # All documents are candidates here, which would be served instead.
+    monkeypatch.setattr(MEANWHILE, lambda _: "index")
     run("migrate", index, made / "new", "--data", made / "beir", "--report-only")
     change_meta(index, data="gone")
     line = failure(capsys, "migrate", index, made / "new", *words)
