@@ -180,6 +180,7 @@ SHAPES: dict[str, Any] = {
         report | {"systems": [row | {"recall@10": 0.5} for row in report["systems"]]}
     ),
     "no columns": lambda report: report | {"systems": [{"system": "x"} for _ in report["systems"]]},
+    "served by nobody": lambda report: report | {"meanwhile": "x"},
     "nothing served": lambda report: report | {"served": []},
     "served lists": lambda report: report | {"served": [[1]]},
     "nested facts": lambda report: report | {"facts": {"a": {}}},
