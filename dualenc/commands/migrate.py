@@ -115,10 +115,7 @@ def _print_report(report: MigrationReport) -> None:
     # The first share of new vectors at which the index answers with the new model.
     share = min(report.served)
     if report.meanwhile == "candidates":
-        print(
-            "until all documents are embedded, the new model ranks the candidates of the old one "
-            f"({report.candidates_verdict()})"
-        )
+        print_line(_describe_candidates(report))
     elif share > 0:
         problem = "mapped vectors find significantly less than the old model"
         if not report.is_judged():
@@ -130,6 +127,21 @@ def _print_report(report: MigrationReport) -> None:
     if report.is_worse():
         print("the new model finds significantly less than the old one")
     print_line(f"report: {report.page}")
+
+
+def _describe_candidates(report: MigrationReport) -> str:
+    """Return what candidates find, how long they take, and how to search without them."""
+    took = ""
+    for when in ("cold", "warm"):
+        seconds = report.facts.get(f"seconds per query by candidates, {when}")
+        # After a resumption the time of the sample, and so of a cold query, is unknown.
+        if isinstance(seconds, float):
+            took += f", {when} {seconds:.2g} s per query"
+    alone = f'dualenc search {report.index} --model {report.old_model} "…"'
+    return (
+        "until all documents are embedded, the new model ranks the candidates of the old one "
+        f"({report.candidates_verdict()}{took}); the old index alone: {alone}"
+    )
 
 
 def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:
