@@ -118,6 +118,8 @@ def _print_report(report: MigrationReport) -> None:
         print_line(_describe_candidates(report))
     elif share > 0:
         problem = "mapped vectors find significantly less than the old model"
+        if report.has_candidates():
+            problem += ", and candidates not significantly more"
         if not report.is_judged():
             problem = (
                 "without judgements mapped vectors cannot be compared with the old model "

@@ -88,6 +88,10 @@ class MigrationReport:
         """Return how the new model compares with the old one on the sample."""
         return measures.verdict(self.systems)
 
+    def has_candidates(self) -> bool:
+        """Return True if candidates were measured, which needs the old model."""
+        return any(row["system"] == measures.CANDIDATES for row in self.systems)
+
     def candidates_verdict(self) -> str:
         """Return how candidates compare with the old and the new model on the sample."""
         return measures.candidates_verdict(self.systems)

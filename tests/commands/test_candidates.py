@@ -420,3 +420,59 @@ def keep_searching(searcher: Searcher, sign: Path) -> None:
     while True:
         for query in QUERIES:
             searcher.search(query, 7)
+
+
+def results_of(searcher: Searcher) -> list[str]:
+    return [hit.id for hit in searcher.search("wing flow", 7)]
+
+
+def possible_results(made: Path) -> list[set[str]]:
+    """What the old model, candidates and the new model find."""
+    ids = [{name for name, _ in expected(made, "wing flow", 7)}]
+    for name in ("old", "new"):
+        ids.append(set(results_of(Searcher.open(made / f"{name}-index"))))
+    return ids
+
+
+def test_searchers_open_at_every_moment_of_a_migration(made: Path, index: Path) -> None:
+    """Also while the new index is swapped in and the work folder is removed."""
+    possible = possible_results(made)
+    process = FORK.Process(target=run, args=("migrate", index, made / "new"))
+    process.start()
+    opened = []
+    while process.is_alive():
+        searcher = Searcher.open(index)
+        opened.append(searcher.candidates is not None)
+        assert set(results_of(searcher)) in possible
+    process.join()
+    assert process.exitcode == 0
+    assert any(opened)
+    assert Searcher.open(index).candidates is None
+    assert {path.name for path in index.parent.iterdir()} == {"index", "index.migration.html"}
+
+
+@pytest.mark.nightly
+def test_migrations_killed_at_twenty_moments_answer_and_go_on(
+    made: Path, index: Path, tmp_path: Path
+) -> None:
+    possible = possible_results(made)
+    saved = Path(shutil.copytree(index, tmp_path / "saved"))
+    seconds = 0.0
+    for number in range(-1, 20):  # the first one is timed
+        shutil.rmtree(index)
+        shutil.copytree(saved, index)
+        process = FORK.Process(target=run, args=("migrate", index, made / "new"))
+        started = time.monotonic()
+        process.start()
+        if number >= 0:
+            time.sleep(seconds * (number + 0.5) / 20)
+            process.kill()
+        process.join()
+        seconds = max(seconds, time.monotonic() - started)
+        assert set(results_of(Searcher.open(index))) in possible
+        if number % 4 == 3 and Path(f"{index}.migration/plan.json").exists():
+            run("migrate", index, "--rollback")
+            assert contents(index) == contents(saved)
+        run("migrate", index, made / "new")
+        np.testing.assert_allclose(vectors(index), vectors(made / "new-index"), atol=1e-5)
+        assert not Path(f"{index}.migration").exists()
