@@ -321,7 +321,7 @@ def _open_candidates(
     if plan is None:
         return None
     try:
-        name = recorded_model(Provenance(model=plan.get("name")), folder)
+        name = recorded_model(Provenance(model=str(plan.get("name") or "")), folder)
         candidates = CandidateSearch(folder, plan, index, load_model(name, device=device))
     except (DualencError, OSError) as error:
         # The index still answers, as before the migration.

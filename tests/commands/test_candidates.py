@@ -330,6 +330,39 @@ def test_the_old_model_answers_if_candidates_cannot(
     assert [told in message for message in messages] == ([True] if told else [])
 
 
+def test_a_cache_that_cannot_be_used_is_said_once_and_vectors_stay_in_memory(
+    made: Path,
+    index: Path,
+    encoded: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stop_at(monkeypatch, index, made / "new", 15)
+    cache_of(index).path.write_bytes(b"no database " * 100)
+    searcher = Searcher.open(index)
+    del encoded[:]
+    for _ in range(2):
+        check(searcher.search("wing flow", 7), expected(made, "wing flow", 7))
+    own = [name for name in encoded if name != "q"]
+    assert len(own) == len(set(own)) > 0
+    assert sum("cannot be used" in record.getMessage() for record in caplog.records) == 1
+    # The migration makes the file new, and goes on.
+    migrate_model.migrate(str(index), str(made / "new"), progress=False)
+    np.testing.assert_allclose(vectors(index), vectors(made / "new-index"), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "entries", [{"name": 5}, {"name": None}, {"model": None}, {"texts": [1]}, {"serves": {}}]
+)
+def test_a_plan_of_another_shape_keeps_nothing_from_answering(
+    made: Path, index: Path, entries: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_at(monkeypatch, index, made / "new", 15)
+    path = Path(f"{index}.migration") / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    assert len(Searcher.open(index).search("wing flow", 7)) == 7
+
+
 def test_a_document_that_cannot_be_embedded_is_left_out(
     made: Path, index: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

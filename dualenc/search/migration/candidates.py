@@ -57,11 +57,11 @@ class CandidateSearch:
     def __init__(
         self, folder: StrPath, plan: Mapping[str, Any], index: Index, encoder: DualEncoder
     ) -> None:
-        if tower_checksum(encoder.right) != plan["model"]:
+        if tower_checksum(encoder.right) != plan.get("model"):
             raise DualencError(
                 "has other weights than when its vectors were made",
                 fix="end the migration by --rollback --discard, and migrate again",
-                where=plan["name"],
+                where=plan.get("name"),
             )
         self.index = index
         self.encoder = encoder
