@@ -16,7 +16,6 @@ from dualenc.data import Corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
-from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
 from dualenc.io.files import locked, write_json
 from dualenc.io.provenance import META, Provenance
@@ -36,17 +35,20 @@ from dualenc.search.migration.migration_folder import (
 )
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
 from dualenc.search.migration.vector_cache import VectorCache
-from dualenc.search.query_vectors import query_vector
 from dualenc.search.searcher import check_encoder, recorded_model
-from dualenc.workflows.migration_texts import MAX_JUDGED, Texts, open_migration_texts
+from dualenc.workflows.migration_questions import (
+    Questions,
+    document_questions,
+    judged_questions,
+    warm_seconds,
+)
+from dualenc.workflows.migration_texts import Texts, open_migration_texts
 from dualenc.workflows.session import open_model, recorded_name, start_processes
 
 logger = logging.getLogger("dualenc.workflows")
 
 MIN_DOCUMENTS = 100
 """Fewer documents are too few to learn maps from, and embedding all of them takes seconds."""
-NUM_TIMED = 10
-"""Number of queries whose time is measured."""
 TITLE = "Change of model"
 
 
@@ -360,29 +362,6 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
     return report
 
 
-class _Questions(NamedTuple):
-    """Queries (Q, E) and (Q, D) of both models, and how the results of systems are scored.
-
-    `is_unasked` (n,) marks documents of the sample that are not queries; `texts` are a few queries.
-    """
-
-    old: np.ndarray
-    new: np.ndarray
-    texts: Sequence[str]
-    is_unasked: np.ndarray
-    truth: str
-    scores: Callable[[Mapping[str, measures.System]], dict[str, measures.Scores]]
-    candidates: Callable[[measures.Sample], measures.Scores]
-    candidates_from: str
-
-    def best_map(self, new: np.ndarray, mapped: Mapping[maps.MapKind, np.ndarray]) -> maps.MapKind:
-        """Return the kind of map over whose documents (n, D) queries find most."""
-        systems: dict[str, measures.System] = {measures.NEW: (self.new, new)}
-        systems |= {kind: (self.new, vectors) for kind, vectors in mapped.items()}
-        scores = self.scores(systems)
-        return measures.best_map({kind: scores[kind] for kind in maps.KINDS})
-
-
 @dataclass(eq=False)
 class _Steps:
     """Embedding and measuring with the new model."""
@@ -465,35 +444,36 @@ class _Steps:
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        if old_tower is not None and self.texts.judged is not None:
-            questions = self._judged_questions(old_tower, *self.texts.judged)
-        else:
-            questions = self._document_questions(old, new, fold)
+        questions = self._questions(old, new, fold, old_tower)
         mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
         kind = questions.best_map(new, mapped)
         maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
         places = np.argsort(order)[self.rows]
         sample = measures.Sample(old, new, mapped[kind], places, len(order))
-        # The reverse map: new queries over old vectors. It must not have seen documents as queries.
-        is_seen = questions.is_unasked
-        mapped_queries = maps.fit(new[is_seen], old[is_seen], kind)(questions.new)
-        systems = measures.compared(sample, questions.old, mapped_queries, questions.new)
-        scores = questions.scores(systems)
-        facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
         # Without the old model nothing finds candidates.
+        scores = questions.all_scores(sample, kind, has_candidates=old_tower is not None)
+        facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
         if old_tower is not None:
-            own = {measures.CANDIDATES: questions.candidates(sample)}
-            # Before the mixed vectors, which the table shows share by share up to the new ones.
-            first = list(scores)[:2]
-            scores = {name: scores[name] for name in first} | own | scores
             facts |= self._candidate_facts(old_tower, questions)
-        systems_rows = measures.summarize(scores)
+        systems = measures.summarize(scores)
         meanwhile = measures.best_meanwhile(scores)
-        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems_rows)
-        report = {"facts": facts, "systems": systems_rows, "served": served, "meanwhile": meanwhile}
+        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems)
+        report = {"facts": facts, "systems": systems, "served": served, "meanwhile": meanwhile}
         # Last: a resumed run takes the report as a sign that all of the above is written.
         write_json(self.migration.work / "report.json", report)
         return report
+
+    def _questions(
+        self, old: np.ndarray, new: np.ndarray, fold: np.ndarray, old_tower: Tower | None
+    ) -> Questions:
+        """Return the judged queries, or documents if there are none or no model to embed them."""
+        if old_tower is None or self.texts.judged is None:
+            return document_questions(old, new, fold, self.texts.corpus.take(self.rows))
+        queries, qrels = self.texts.judged
+        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
+        new_queries = self._embed_queries(self.encoder.left, queries)
+        found = (old_queries, new_queries, self.migration.old, self.rows)
+        return judged_questions(queries, qrels, *found)
 
     def _facts(
         self, num_documents: int, num_queries: int, truth: str, num_past: int, kind: maps.MapKind
@@ -518,69 +498,17 @@ class _Steps:
             facts["seconds for the others, estimated"] = rest
         return facts
 
-    def _candidate_facts(self, old_tower: Tower, questions: _Questions) -> dict[str, Any]:
+    def _candidate_facts(self, old_tower: Tower, questions: Questions) -> dict[str, Any]:
         """Return where candidates come from, and the time of a query by candidates."""
+        index, num_candidates = self.migration.old, min(NUM_CANDIDATES, len(self.migration.old))
+        vectors = np.asarray(self.sample.vectors[:num_candidates], np.float32)
+        warm = warm_seconds(questions.texts, old_tower, self.encoder.left, index, vectors)
         facts: dict[str, Any] = {"candidates are": questions.candidates_from}
-        index, tower = self.migration.old, self.encoder.left
-        count = min(NUM_CANDIDATES, len(self.rows))
-        seconds = []
-        for text in questions.texts[: NUM_TIMED + 1]:
-            started = time.perf_counter()
-            vector = query_vector(text, old_tower, index.dim, may_be_zero=True)
-            query = query_vector(text, tower, tower.dim, may_be_zero=True)
-            index.search_rows(vector, min(NUM_CANDIDATES, len(index)))
-            _ = self.sample.vectors[np.arange(count)] @ query
-            seconds.append(time.perf_counter() - started)
-        # The first call of a model takes longer.
-        warm = float(np.median(seconds[1:] or seconds))
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
-            each = self.seconds / len(self.rows)
-            cold = warm + each * min(NUM_CANDIDATES, len(index))
+            cold = warm + num_candidates * self.seconds / len(self.rows)
             facts["seconds per query by candidates, cold"] = round(cold, 3)
-        facts["seconds per query by candidates, warm"] = round(warm, 4)
-        return facts
-
-    def _judged_questions(self, old_tower: Tower, queries: Corpus, qrels: Qrels) -> _Questions:
-        """Return queries with relevance judgements."""
-        old = self._embed_queries(old_tower, queries, self.old.dim)
-        new = self._embed_queries(self.encoder.left, queries)
-        ids = (queries.ids, self.sample.ids, qrels)
-
-        def candidates(sample: measures.Sample) -> measures.Scores:
-            # Candidates among all documents, as searches find them, so that nothing is too good.
-            index = self.migration.old
-            rows = index.search_rows(old, min(NUM_CANDIDATES, len(index)))[1]
-            column_of = np.full(len(index), -1)
-            column_of[self.rows] = np.arange(len(self.rows))
-            columns = np.where(rows >= 0, column_of[rows], -1)
-            return measures.judged_candidates((new, sample.new), columns, *ids)
-
-        return _Questions(
-            old,
-            new,
-            [queries[row] for row in range(min(len(queries), NUM_TIMED + 1))],
-            is_unasked=np.ones(len(self.rows), bool),
-            truth="judged documents",
-            scores=lambda systems: measures.judged_scores(systems, *ids),
-            candidates=candidates,
-            candidates_from=f"sampled documents among the first {NUM_CANDIDATES} of all",
-        )
-
-    def _document_questions(self, old: np.ndarray, new: np.ndarray, fold: np.ndarray) -> _Questions:
-        """Return documents as queries; what the new model finds counts as relevant."""
-        rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-        texts = self.texts.corpus.take(self.rows[rows[: NUM_TIMED + 1]])
-        return _Questions(
-            old[rows],
-            new[rows],
-            [texts[row] for row in range(len(texts))],
-            is_unasked=fold != 0,
-            truth="the new model's neighbours of documents",
-            scores=lambda systems: measures.neighbour_scores(systems, rows),
-            candidates=lambda sample: measures.neighbour_candidates(sample, rows, NUM_CANDIDATES),
-            candidates_from=f"the first {NUM_CANDIDATES} of the sample",
-        )
+        return facts | {"seconds per query by candidates, warm": round(warm, 4)}
 
     def _old_tower(self) -> Tower | None:
         """Return the query tower of the old model; None if it is gone or has changed."""
