@@ -29,12 +29,12 @@ def migrate(
     """Change the model of an index: measure first, then embed its documents again.
 
     A sample is embedded with the new model, and maps between the two spaces are learned from it.
-    The report compares the old model, mapped vectors and the new model. Then the index answers with
-    the new model over mapped vectors, which are replaced as documents are embedded, those that
-    queries find most often first. If mapped vectors find significantly less, or without judgements,
-    the old index stays until enough documents are embedded. The same command resumes an interrupted
-    migration. Until it ends, the index takes no other change. The work folder is INDEX.migration,
-    the report INDEX.migration.html.
+    The report compares the old model, candidates, mapped vectors and the new model. Then documents
+    are embedded, those that queries find most often first, and what the report found best answers
+    meanwhile: the new model over candidates that the old model finds, or over mapped vectors. If
+    neither is better, or without judgements, the old index stays until enough documents are
+    embedded. The same command resumes an interrupted migration. Until it ends, the index takes no
+    other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     Args:
         index: an index of texts.
@@ -46,7 +46,7 @@ def migrate(
             or the sample.
         report_only: stop after the report; the same command without it continues.
         anyway: continue although the new model finds significantly less than the old one; without
-            judgements, serve mapped vectors.
+            judgements, answer by candidates or mapped vectors.
         rollback: put the old index back and end the migration; embedded vectors stay, for a later
             migration.
         discard: with --rollback, remove these vectors too.
@@ -114,8 +114,12 @@ def _print_report(report: MigrationReport) -> None:
     print_table(report.table())
     # The first share of new vectors at which the index answers with the new model.
     share = min(report.served)
-    if share > 0:
+    if report.meanwhile == "candidates":
+        print_line(_describe_candidates(report))
+    elif share > 0:
         problem = "mapped vectors find significantly less than the old model"
+        if report.has_candidates():
+            problem += ", and candidates not significantly more"
         if not report.is_judged():
             problem = (
                 "without judgements mapped vectors cannot be compared with the old model "
@@ -127,13 +131,31 @@ def _print_report(report: MigrationReport) -> None:
     print_line(f"report: {report.page}")
 
 
+def _describe_candidates(report: MigrationReport) -> str:
+    """Return what candidates find, how long they take, and how to search without them."""
+    took = ""
+    for when in ("cold", "warm"):
+        seconds = report.facts.get(f"seconds per query by candidates, {when}")
+        # After a resumption the time of the sample, and so of a cold query, is unknown.
+        if isinstance(seconds, float):
+            took += f", {when} {seconds:.2g} s per query"
+    alone = f'dualenc search {report.index} --model {report.old_model} "…"'
+    return (
+        "until all documents are embedded, the new model ranks the candidates of the old one "
+        f"({report.candidates_verdict()}{took}); the old index alone: {alone}"
+    )
+
+
 def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:
     """Print what has become of the index, and the next command."""
     if report.state == "unchanged":
         print_line(f"all {report.num_vectors:,} vectors are of this model → {index}")
     elif report.state == "measured":
         verdict = f"{report.model}: {report.verdict()}; nothing is replaced"
-        print_line(f"{verdict}; next: dualenc migrate {index} {new_model}")
+        begin = f"next: dualenc migrate {index} {new_model}"
+        if report.meanwhile == "candidates":
+            begin += ", and searches answer by the new model at once"
+        print_line(f"{verdict}; {begin}")
     else:
         verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
         rest = "the old index is removed, and no rollback is left"

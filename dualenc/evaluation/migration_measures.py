@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from dualenc.errors import DualencError
-from dualenc.evaluation.metrics import Qrels, paired_bootstrap, score_queries
-from dualenc.evaluation.retrieval import retrieve
-from dualenc.search.migration.maps import neighbours, overlap
+from dualenc.evaluation.metrics import Qrels, Run, paired_bootstrap, score_queries
+from dualenc.evaluation.retrieval import first_documents, retrieve
+from dualenc.search.exact_search import exact_search
+from dualenc.search.migration.maps import MapKind, neighbours, overlap
 from dualenc.search.migration.stages import SHARES, embedded_at
 from dualenc.types import StrPath
 
 OLD = "old model, old vectors"
 NEW = "new model, new vectors"
+CANDIDATES = "new model, candidates of the old one"
 METRICS = ("recall@10", "ndcg@10")
+Meanwhile = Literal["candidates", "index"]
+"""What answers until all documents are embedded: the new model by candidates, or the index."""
 
 System = tuple[np.ndarray, np.ndarray]
 """Queries (Q, D) and documents (n, D) in the same space."""
@@ -109,9 +113,39 @@ def judged_scores(
     scores: dict[str, Scores] = {}
     for name, (queries, documents) in systems.items():
         run = retrieve(query_ids, queries, document_ids, documents, depth=10, qrels=qrels)
-        per_query = score_queries(qrels, run, (10,)).values()
-        scores[name] = {metric: np.array([own[metric] for own in per_query]) for metric in METRICS}
+        scores[name] = _scores_of(run, qrels)
     return scores
+
+
+def judged_candidates(
+    system: System,
+    columns: np.ndarray,
+    query_ids: Sequence[str],
+    document_ids: Sequence[str],
+    qrels: Qrels,
+) -> Scores:
+    """Return recall@10 and nDCG@10 if the new model ranks candidates only.
+
+    Args:
+        system: queries (Q, D) and documents (n, D) of the new model.
+        columns: (Q, K) documents that are candidates; -1 for candidates outside the sample.
+        query_ids: (Q,) ids of the queries.
+        document_ids: (n,) ids of the documents.
+        qrels: grades by query id.
+    """
+    queries, documents = system
+    run = {}
+    for name, query, own in zip(query_ids, queries, columns, strict=True):
+        in_sample = own[own >= 0]
+        scores = (documents[in_sample] @ query).tolist()
+        run[name] = {document_ids[column]: score for column, score in zip(in_sample, scores)}
+    return _scores_of(first_documents(run, 10, qrels), qrels)
+
+
+def _scores_of(run: Run, qrels: Qrels) -> Scores:
+    """Return the scores (Q,) of the queries of a run by metric."""
+    per_query = score_queries(qrels, run, (10,)).values()
+    return {metric: np.array([own[metric] for own in per_query]) for metric in METRICS}
 
 
 def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[str, Scores]:
@@ -127,6 +161,57 @@ def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[st
         nearest = neighbours(*system, rows)
         scores[name] = {"recall@10": overlap(nearest, truth)}
     return scores
+
+
+def neighbour_candidates(sample: Sample, rows: np.ndarray, depth: int) -> Scores:
+    """Return recall@10 of documents as queries if the new model ranks candidates only.
+
+    Args:
+        sample: documents in both spaces.
+        rows: (Q,) rows of the documents that are the queries.
+        depth: number of candidates, which the old model finds in the sample.
+    """
+    truth = neighbours(sample.new[rows], sample.new, rows)
+    candidates = exact_search(sample.old[rows], sample.old, depth + 1)[1]
+    nearest = np.full_like(truth, -1)
+    for place, (row, columns) in enumerate(zip(rows, candidates, strict=True)):
+        others = columns[columns != row][:depth]
+        order = np.argsort(-(sample.new[others] @ sample.new[row]), kind="stable")
+        best = others[order[: truth.shape[1]]]
+        nearest[place, : len(best)] = best
+    return {"recall@10": overlap(nearest, truth)}
+
+
+def best_map(scores: Mapping[MapKind, Scores]) -> MapKind:
+    """Return the map to use: ridge regression, unless a rotation is significantly better.
+
+    Args:
+        scores: (Q,) scores over mapped documents by metric by kind of map.
+    """
+    ridge, rotation = scores["ridge"], scores["rotation"]
+    return "rotation" if _is_above(rotation, ridge) else "ridge"
+
+
+def best_meanwhile(scores: Mapping[str, Scores]) -> Meanwhile:
+    """Return what is best to answer with until all documents are embedded.
+
+    Candidates cost time in each query, so they must be significantly better than the old model and
+    than mapped vectors.
+
+    Args:
+        scores: (Q,) scores by metric by system.
+    """
+    candidates = scores.get(CANDIDATES)
+    if candidates is None:
+        return "index"
+    others = [scores[OLD], scores[mixed_name(0)]]
+    return "candidates" if all(_is_above(candidates, other) for other in others) else "index"
+
+
+def _is_above(scores: Scores, others: Scores) -> bool:
+    """Return True if scores are significantly higher, by nDCG@10 or else by recall@10."""
+    metric = "ndcg@10" if "ndcg@10" in scores else "recall@10"
+    return bool(paired_bootstrap(others[metric], scores[metric]).low > 0)
 
 
 def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
@@ -201,6 +286,18 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"on the sample it finds {found} than the old one ({scores}, {interval})"
 
 
+def candidates_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how candidates compare with the old model and the new one, in brackets of a sentence.
+
+    Args:
+        rows: rows of `summarize`, one of which is that of candidates.
+    """
+    metric = "ndcg@10" if is_judged(rows) else "recall@10"
+    label = "nDCG@10" if is_judged(rows) else "recall@10 of what the new model finds"
+    old, own, new = (_row_of(rows, name)[metric][0] for name in (OLD, CANDIDATES, NEW))
+    return f"{label} {own:.3f}, the old model {old:.3f}, all vectors new {new:.3f}"
+
+
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the shares of new vectors at which the index may be served.
 
@@ -249,6 +346,8 @@ def check_report(report: Mapping[str, Any], path: StrPath) -> None:
     """
     try:
         is_valid = _is_complete(report["facts"], report["systems"], report["served"])
+        # Reports of earlier versions lack the entry.
+        is_valid = is_valid and report.get("meanwhile", "index") in get_args(Meanwhile)
     except (LookupError, TypeError, AttributeError):
         # An entry is missing, or of another type.
         is_valid = False

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, Tower, check_item, unit_norm
+from dualenc.encoders.dual import DualEncoder, Tower
 from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
-from dualenc.io.decoding import rgb_item
 from dualenc.io.files import consistent_read
 from dualenc.io.provenance import Provenance
 from dualenc.search.embed.encode import tower_checksum
@@ -26,6 +25,9 @@ from dualenc.search.fusion import FUSION_DEPTH, Fusion, fuse
 from dualenc.search.index.open import Hit, Index
 from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
+from dualenc.search.migration.candidates import NUM_CANDIDATES, CandidateSearch
+from dualenc.search.migration.migration_folder import candidates_plan
+from dualenc.search.query_vectors import query_vector
 from dualenc.search.where import Condition, parse_conditions
 from dualenc.types import Modality, Side, opposite
 
@@ -47,12 +49,15 @@ class Searcher:
         encoder: model that encodes queries.
         lexical: BM25 index over the same items, for hybrid search.
         settings: `nprobe` and `ef_search` for every search.
+        candidates: search with the model that replaces the encoder, while a migration runs that
+            answers by candidates.
     """
 
     index: Index | Engine
     encoder: DualEncoder
     lexical: Lexical | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    candidates: CandidateSearch | None = None
 
     @property
     def side(self) -> Side:
@@ -70,6 +75,10 @@ class Searcher:
         **settings: Any,
     ) -> Searcher:
         """Open an index, or the collection that a folder records, and the model that made it.
+
+        While `dualenc migrate` changes the model of an index and has found that candidates serve
+        best, the new model ranks the candidates of the old one. Name the model of the index to
+        search it alone.
 
         Args:
             folder: folder written by `dualenc index` or `dualenc push`.
@@ -91,7 +100,10 @@ class Searcher:
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
         encoder = load_model(model or recorded_model(index.provenance, folder), device=device)
         check_encoder(encoder, index.provenance, index.dim, folder)
-        return cls(index, encoder, lexical, settings)
+        candidates = None
+        if model is None and isinstance(index, Index):
+            candidates = _open_candidates(folder, index, device)
+        return cls(index, encoder, lexical, settings, candidates)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -185,6 +197,10 @@ class Searcher:
         vector = self._vector(item, tower, may_be_zero=hybrid is not None)
         if hybrid is not None:
             return self._hybrid(item, vector, depth, conditions, hybrid, weight)[:k]
+        if self.candidates is not None:
+            return self._nearest(
+                item, vector, depth, self.candidates.index.rows_meeting(conditions)
+            )
         options = {"where": conditions, "filter": filter, **self.settings}
         return self.index.search(vector, depth, **options)[0]
 
@@ -205,37 +221,26 @@ class Searcher:
         hits: list[Hit] = []
         # A zero vector is equally similar to all items, so then BM25 decides alone.
         if vector.any():
-            options = {"allowed_rows": allowed_rows, **self.settings}
-            hits = self.index.search(vector, depth, **options)[0]
+            hits = self._nearest(text, vector, depth, allowed_rows)
         rows = self.lexical.search(text, depth, allowed_rows)
         lexical_hits = [self.index.hit(row, score) for row, score in rows]
         return _fused(hits, lexical_hits, method, weight)
 
-    @torch.inference_mode()
     def _vector(self, item: Any, tower: Tower, may_be_zero: bool = False) -> np.ndarray:
         """Encode a query as a vector (D,), truncated to the dimension of the index."""
         is_features = self.index.provenance.output == "features"
-        forward = tower.features if is_features else tower
-        tensors = tower.state_dict().values()
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        check_item(item, tower.modality)
-        # An image may be a palette or have an alpha channel, as those of an upload often do.
-        inputs = tower.prepare([rgb_item(item, "the query")])
-        encoded = forward({name: tensor.to(device) for name, tensor in inputs.items()}).float()
-        # A Matryoshka index has only the first components, renormalized.
-        if self.index.dim < encoded.shape[1]:
-            encoded = unit_norm(encoded[:, : self.index.dim])
-        vector = encoded.cpu().numpy()[0]
-        if not np.isfinite(vector).all():
-            raise DualencError(
-                "the model gives vectors that are not finite", fix="check its weights"
-            )
-        if not vector.any() and not may_be_zero:
-            raise DualencError(
-                f"the query has a zero vector: {ZERO_VECTOR[tower.modality]}",
-                fix="search for something else",
-            )
-        return vector
+        options = {"is_features": is_features, "may_be_zero": may_be_zero}
+        return query_vector(item, tower, self.index.dim, **options)
+
+    def _nearest(
+        self, item: Any, vector: np.ndarray, k: int, allowed_rows: np.ndarray | None
+    ) -> list[Hit]:
+        """Return the best k allowed items of a FAISS index, by the model that is replacing its own
+        if a migration says so."""
+        assert isinstance(self.index, Index)
+        if self.candidates is not None:
+            return self.candidates.search(item, vector, k, allowed_rows, **self.settings)
+        return self.index.search(vector, k, allowed_rows=allowed_rows, **self.settings)[0]
 
 
 def _modality(item: Any) -> Modality:
@@ -306,6 +311,29 @@ def _open_files(folder: Path, hybrid: bool | None) -> tuple[Index | Engine, Lexi
         return index, None
     bm25 = folder / BM25_FOLDER
     return index, consistent_read(bm25, lambda: Lexical.open(folder, index.items_checksum))
+
+
+def _open_candidates(
+    folder: Path, index: Index, device: str | torch.device
+) -> CandidateSearch | None:
+    """Open what a migration needs to answer by candidates; None unless one answers so."""
+    plan = candidates_plan(folder)
+    if plan is None:
+        return None
+    try:
+        name = recorded_model(Provenance(model=str(plan.get("name") or "")), folder)
+        candidates = CandidateSearch(folder, plan, index, load_model(name, device=device))
+    except (DualencError, OSError) as error:
+        # The index still answers, as before the migration.
+        logger.warning("%s: the old model answers, not candidates: %s", folder, error)
+        return None
+    logger.info(
+        "%s: its model is being changed; %s ranks the %d best documents of the old one",
+        folder,
+        name,
+        NUM_CANDIDATES,
+    )
+    return candidates
 
 
 def recorded_model(provenance: Provenance, folder: Path) -> str:

@@ -16,21 +16,33 @@ from dualenc.data import Corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
-from dualenc.evaluation.metrics import Qrels
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
 from dualenc.io.files import locked, write_json
 from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
-from dualenc.search.embed.encode import embed, tower_checksum
+from dualenc.search.embed.encode import Known, embed, tower_checksum
 from dualenc.search.engines.filter_recall import RESULT, VECTORS
 from dualenc.search.engines.pushed_folder import is_pushed
 from dualenc.search.index.build import new_index
 from dualenc.search.migration import maps, rollback
-from dualenc.search.migration.migration_folder import read_plan, remove_work, work_folder
+from dualenc.search.migration.candidates import NUM_CANDIDATES
+from dualenc.search.migration.migration_folder import (
+    cache_path,
+    read_plan,
+    remove_work,
+    work_folder,
+)
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.searcher import check_encoder, recorded_model
-from dualenc.workflows.migration_texts import MAX_JUDGED, Texts, open_migration_texts
+from dualenc.workflows.migration_questions import (
+    Questions,
+    document_questions,
+    judged_questions,
+    warm_seconds,
+)
+from dualenc.workflows.migration_texts import Texts, open_migration_texts
 from dualenc.workflows.session import open_model, recorded_name, start_processes
 
 logger = logging.getLogger("dualenc.workflows")
@@ -58,6 +70,8 @@ class MigrationReport:
         systems: a row per combination of queries and vectors: mean of each metric with its 95%
             interval.
         served: shares of new vectors, from 0 to 1, at which the index is replaced.
+        meanwhile: "candidates" if the new model ranks the candidates of the old one until all
+            documents are embedded; "index" if the index answers, by old or mapped vectors.
         page: path of the report; None if nothing was measured.
     """
 
@@ -69,11 +83,20 @@ class MigrationReport:
     facts: Mapping[str, Any] = field(default_factory=dict)
     systems: Sequence[Mapping[str, Any]] = ()
     served: Sequence[float] = ()
+    meanwhile: measures.Meanwhile = "index"
     page: Path | None = None
 
     def verdict(self) -> str:
         """Return how the new model compares with the old one on the sample."""
         return measures.verdict(self.systems)
+
+    def has_candidates(self) -> bool:
+        """Return True if candidates were measured, which needs the old model."""
+        return any(row["system"] == measures.CANDIDATES for row in self.systems)
+
+    def candidates_verdict(self) -> str:
+        """Return how candidates compare with the old and the new model on the sample."""
+        return measures.candidates_verdict(self.systems)
 
     def is_judged(self) -> bool:
         """Return True if the sample was measured with relevance judgements."""
@@ -122,7 +145,7 @@ def migrate(
             or the sample.
         report_only: stop after the measurements.
         anyway: continue even if the new model finds significantly less than the old one; without
-            judgements, serve mapped vectors.
+            judgements, answer by candidates or mapped vectors.
         batch_size: number of texts per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
@@ -159,6 +182,9 @@ def migrate(
             "until the last replacement the old index comes back by: dualenc migrate %s --rollback",
             index,
         )
+        if report.meanwhile == "candidates":
+            corpus = steps.texts.corpus
+            steps.migration.serve_candidates(corpus[row] for row in range(len(corpus)))
         steps.embed_all(report.served)
     return replace(report, state="replaced")
 
@@ -313,9 +339,13 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
         measured = steps.measure()
     measures.check_report(measured, migration.work / "report.json")
     served = measured["served"]
-    if anyway and not measures.is_judged(measured["systems"]):
-        # Without judgements nothing forbids mapped vectors: the user takes the risk.
-        served = list(SHARES)
+    meanwhile = measured.get("meanwhile", "index")
+    if not measures.is_judged(measured["systems"]):
+        # Without judgements the old index stays, unless the user takes the risk.
+        if not anyway:
+            meanwhile = "index"
+        elif meanwhile == "index":
+            served = list(SHARES)
     report = MigrationReport(
         index=index,
         state="measured",
@@ -325,6 +355,7 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
         facts=measured["facts"],
         systems=measured["systems"],
         served=served,
+        meanwhile=meanwhile,
         page=_page(migration.work),
     )
     write_report(_page(migration.work), TITLE, facts=report.facts, tables=[report.table()])
@@ -343,6 +374,8 @@ class _Steps:
 
     def __post_init__(self) -> None:
         work = self.migration.work
+        path = cache_path(self.migration.folder, self.migration.plan)
+        self.cache = VectorCache(path, self.encoder.right.dim)
         self.old = open_documents(work / "old", work)
         judged: set[str] = set()
         if self.texts.judged is not None:
@@ -356,7 +389,13 @@ class _Steps:
         self.seconds = round(time.perf_counter() - started, 3)
 
     def _embed(
-        self, tower: Tower, corpus: Corpus, out: Path | None, bar: str, dim: int | None = None
+        self,
+        tower: Tower,
+        corpus: Corpus,
+        out: Path | None,
+        bar: str,
+        dim: int | None = None,
+        known: Known | None = None,
     ) -> Embeddings:
         """Embed with a progress bar of this name."""
         return embed(
@@ -368,24 +407,34 @@ class _Steps:
             # Skipping is not an option: the index needs a vector of each text.
             on_error="raise",
             progress=bar if self.progress else False,
+            known=known,
         )
 
     def _embed_documents(self, rows: np.ndarray, name: str, bar: str) -> Embeddings:
         """Embed documents (n,) of the index into a folder of the work folder."""
         corpus = self.texts.corpus.take(rows)
-        return self._embed(self.encoder.right, corpus, self.migration.work / name, bar)
+
+        def known(places: Sequence[int]) -> dict[int, np.ndarray]:
+            """Return the vectors that searches have embedded as candidates."""
+            vectors = self.cache.get([corpus.ids[place] for place in places])
+            return {
+                place: vectors[corpus.ids[place]]
+                for place in places
+                if corpus.ids[place] in vectors
+            }
+
+        out = self.migration.work / name
+        return self._embed(self.encoder.right, corpus, out, bar, known=known)
 
     def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
         """Return the vectors (Q, D) of queries."""
         return np.asarray(self._embed(tower, queries, None, "embed queries", dim).vectors)
 
     def measure(self) -> dict[str, Any]:
-        """Learn the map, order the documents and measure; write all of it into the work folder."""
+        """Choose and learn the map, order the documents and measure; write all of it."""
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
-        maps.fit(old, new).save(self.migration.work / "map.safetensors")
-        needs_queries = self.texts.judged is not None or self.texts.past is not None
-        old_tower = self._old_tower() if needs_queries else None
+        old_tower = self._old_tower()
         # Documents stand in for queries if there are none, or no model to embed them.
         past = old
         if old_tower is not None and self.texts.past is not None:
@@ -395,23 +444,39 @@ class _Steps:
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        mapped = maps.out_of_fold(old, new, fold)
-        sample = measures.Sample(old, new, mapped, np.argsort(order)[self.rows], len(order))
-        if old_tower is not None and self.texts.judged is not None:
-            truth = "judged documents"
-            scores = self._judged_scores(sample, old_tower, *self.texts.judged)
-        else:
-            truth = "the new model's neighbours of documents"
-            scores = self._neighbour_scores(sample, fold)
+        questions = self._questions(old, new, fold, old_tower)
+        mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
+        kind = questions.best_map(new, mapped)
+        maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
+        places = np.argsort(order)[self.rows]
+        sample = measures.Sample(old, new, mapped[kind], places, len(order))
+        # Without the old model nothing finds candidates.
+        scores = questions.all_scores(sample, kind, has_candidates=old_tower is not None)
+        facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
+        if old_tower is not None:
+            facts |= self._candidate_facts(old_tower, questions)
         systems = measures.summarize(scores)
-        facts = self._facts(len(order), len(scores[measures.NEW]["recall@10"]), truth, len(past))
-        report = {"facts": facts, "systems": systems, "served": measures.served_shares(systems)}
+        meanwhile = measures.best_meanwhile(scores)
+        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems)
+        report = {"facts": facts, "systems": systems, "served": served, "meanwhile": meanwhile}
         # Last: a resumed run takes the report as a sign that all of the above is written.
         write_json(self.migration.work / "report.json", report)
         return report
 
+    def _questions(
+        self, old: np.ndarray, new: np.ndarray, fold: np.ndarray, old_tower: Tower | None
+    ) -> Questions:
+        """Return the judged queries, or documents if there are none or no model to embed them."""
+        if old_tower is None or self.texts.judged is None:
+            return document_questions(old, new, fold, self.texts.corpus.take(self.rows))
+        queries, qrels = self.texts.judged
+        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
+        new_queries = self._embed_queries(self.encoder.left, queries)
+        found = (old_queries, new_queries, self.migration.old, self.rows)
+        return judged_questions(queries, qrels, *found)
+
     def _facts(
-        self, num_documents: int, num_queries: int, truth: str, num_past: int
+        self, num_documents: int, num_queries: int, truth: str, num_past: int, kind: maps.MapKind
     ) -> dict[str, Any]:
         """Return the settings and counts that the report shows."""
         num_sampled = len(self.rows)
@@ -424,6 +489,7 @@ class _Steps:
             "queries": num_queries,
             "relevant are": truth,
             "queries that decide the order": num_past,
+            "map": kind,
         }
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
@@ -432,27 +498,17 @@ class _Steps:
             facts["seconds for the others, estimated"] = rest
         return facts
 
-    def _judged_scores(
-        self, sample: measures.Sample, old_tower: Tower, queries: Corpus, qrels: Qrels
-    ) -> dict[str, measures.Scores]:
-        """Measure with relevance judgements of queries."""
-        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
-        new_queries = self._embed_queries(self.encoder.left, queries)
-        # The reverse map: new queries over old vectors.
-        mapped_queries = maps.fit(sample.new, sample.old)(new_queries)
-        systems = measures.compared(sample, old_queries, mapped_queries, new_queries)
-        return measures.judged_scores(systems, queries.ids, self.sample.ids, qrels)
-
-    def _neighbour_scores(
-        self, sample: measures.Sample, fold: np.ndarray
-    ) -> dict[str, measures.Scores]:
-        """Measure with documents as queries; what the new model finds counts as relevant."""
-        old, new, *_ = sample
-        rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
-        # The map of the queries must not have seen them.
-        mapped_queries = maps.fit(new[fold != 0], old[fold != 0])(new[rows])
-        systems = measures.compared(sample, old[rows], mapped_queries, new[rows])
-        return measures.neighbour_scores(systems, rows)
+    def _candidate_facts(self, old_tower: Tower, questions: Questions) -> dict[str, Any]:
+        """Return where candidates come from, and the time of a query by candidates."""
+        index, num_candidates = self.migration.old, min(NUM_CANDIDATES, len(self.migration.old))
+        vectors = np.asarray(self.sample.vectors[:num_candidates], np.float32)
+        warm = warm_seconds(questions.texts, old_tower, self.encoder.left, index, vectors)
+        facts: dict[str, Any] = {"candidates are": questions.candidates_from}
+        # After a resumption the time of the sample is unknown.
+        if not self.is_resumed:
+            cold = warm + num_candidates * self.seconds / len(self.rows)
+            facts["seconds per query by candidates, cold"] = round(cold, 3)
+        return facts | {"seconds per query by candidates, warm": round(warm, 4)}
 
     def _old_tower(self) -> Tower | None:
         """Return the query tower of the old model; None if it is gone or has changed."""

@@ -25,6 +25,7 @@ from tests.helpers.in_process import evaluated, failure, found, run
 DOCUMENTS, KILLS = 300, 20
 FORK = multiprocessing.get_context("fork")
 SERVED = "dualenc.evaluation.migration_measures.served_shares"
+MEANWHILE = "dualenc.evaluation.migration_measures.best_meanwhile"
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +180,7 @@ SHAPES: dict[str, Any] = {
         report | {"systems": [row | {"recall@10": 0.5} for row in report["systems"]]}
     ),
     "no columns": lambda report: report | {"systems": [{"system": "x"} for _ in report["systems"]]},
+    "served by nobody": lambda report: report | {"meanwhile": "x"},
     "nothing served": lambda report: report | {"served": []},
     "served lists": lambda report: report | {"served": [[1]]},
     "nested facts": lambda report: report | {"facts": {"a": {}}},
@@ -228,9 +230,15 @@ def test_without_judgements_neighbours_are_the_truth(
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [(), ("--anyway",)])
 def test_without_judgements_mapped_vectors_are_not_served_unasked(
-    made: Path, index: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    made: Path,
+    index: Path,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """By the new model's neighbours the new model is best, whatever it finds."""
+    # All documents are candidates here, which would be served instead.
+    monkeypatch.setattr(MEANWHILE, lambda _: "index")
     run("migrate", index, made / "new", "--data", made / "beir", "--report-only")
     change_meta(index, data="gone")
     line = failure(capsys, "migrate", index, made / "new", *words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,48 @@ def test_rows_are_those_of_one_text_at_a_time(left_padding: bool, batch_size: in
     assert tower.training, "as before"
     assert embeddings.ids == corpus().ids
     np.testing.assert_allclose(embeddings.vectors, tower.slowly(texts(300)), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_known", [0, 1, 150, 299, 300])
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_known_vectors_are_taken_and_not_encoded_again(
+    tmp_path: Path, short_shards: None, num_known: int, on_disk: bool, num_workers: int
+) -> None:
+    tower = LetterTower()
+    expected = embed(tower, corpus(), progress=False).vectors
+    known_rows = np.random.default_rng(0).permutation(300)[:num_known].tolist()
+    # Other vectors than the tower's own, to tell who made them.
+    taken = {row: -expected[row] for row in known_rows}
+    asked: list[int] = []
+
+    def known(rows: Sequence[int]) -> dict[int, np.ndarray]:
+        asked.extend(rows)
+        return {row: taken[row] for row in rows if row in taken}
+
+    tower.widths.clear()
+    out = tmp_path / "emb" if on_disk else None
+    options: dict[str, Any] = {"known": known, "num_workers": num_workers, "progress": False}
+    embeddings = embed(tower, corpus(), out, **options)
+    assert sorted(asked) == list(range(300))
+    assert sum(rows for rows, _ in tower.widths) == 300 - num_known
+    signs = np.ones((300, 1))
+    signs[known_rows] = -1
+    np.testing.assert_allclose(embeddings.vectors, expected * signs, atol=1e-6)
+
+
+def test_bad_samples_among_known_vectors_are_left_out() -> None:
+    data = corpus(10)
+    data.items = [None if row in (3, 8) else data.items[row] for row in range(10)]
+    tower = LetterTower()
+    expected = tower.slowly(texts(10))
+    known = {row: -expected[row] for row in (2, 3, 9)}
+    embeddings = embed(tower, data, progress=False, known=lambda rows: known)
+    assert embeddings.ids == [corpus(10).ids[row] for row in range(10) if row != 8]
+    signs = np.array([-1 if row in known else 1 for row in range(10) if row != 8])
+    np.testing.assert_allclose(
+        embeddings.vectors, np.delete(expected, 8, axis=0) * signs[:, None], atol=1e-6
+    )
 
 
 def test_batches_hold_texts_of_similar_length() -> None:

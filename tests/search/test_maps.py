@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from scipy.linalg import orthogonal_procrustes
 
 from dualenc.errors import DualencError
 from dualenc.search.migration import maps
@@ -55,21 +56,40 @@ def test_ridge_has_the_penalty_of_the_least_error_with_each_pair_left_out() -> N
     np.testing.assert_allclose(fitted(x), unit(mapped), atol=1e-6)
 
 
-def test_planted_rotation_is_recovered() -> None:
+@pytest.mark.parametrize("new_dim", [12, 7, 20])
+def test_rotation_is_that_of_scipy_for_centered_vectors(new_dim: int) -> None:
+    x, y = rotated(80, 12, new_dim, 0.5)
+    # Vectors with zeros appended have the same Procrustes problem with a square matrix.
+    size = max(12, new_dim)
+    wide = [
+        np.pad(each - each.mean(axis=0), ((0, 0), (0, size - each.shape[1]))) for each in (x, y)
+    ]
+    expected = orthogonal_procrustes(*wide)[0][:12, :new_dim]
+    fitted = maps.fit(x, y, "rotation")
+    np.testing.assert_allclose(
+        wide[0][:, :12] @ fitted.weight, wide[0][:, :12] @ expected, atol=1e-5
+    )
+    centers = x.mean(axis=0) @ fitted.weight + fitted.bias
+    np.testing.assert_allclose(centers, y.mean(axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", maps.KINDS)
+def test_planted_rotation_is_recovered(kind: maps.MapKind) -> None:
     x, y = rotated(400, 12, 12, 0.0)
-    mapped = maps.fit(x[:300], y[:300])(x[300:])
+    mapped = maps.fit(x[:300], y[:300], kind)(x[300:])
     assert mapped.dtype == np.float32
     np.testing.assert_allclose(mapped, y[300:], atol=1e-3)
 
 
-def test_no_row_is_mapped_by_a_map_that_saw_it() -> None:
+@pytest.mark.parametrize("kind", maps.KINDS)
+def test_no_row_is_mapped_by_a_map_that_saw_it(kind: maps.MapKind) -> None:
     x, y = rotated(50, 6, 6, 0.1)
     fold = maps.folds(50)
     assert np.bincount(fold).tolist() == [10] * 5
-    mapped = maps.out_of_fold(x, y, fold)
+    mapped = maps.out_of_fold(x, y, fold, kind)
     other = y.copy()
     other[7] = -other[7]
-    changed = np.abs(maps.out_of_fold(x, other, fold) - mapped).max(axis=1) > 1e-6
+    changed = np.abs(maps.out_of_fold(x, other, fold, kind) - mapped).max(axis=1) > 1e-6
     assert changed.tolist() == (fold != fold[7]).tolist()
 
 

@@ -245,3 +245,58 @@ def test_shares_that_are_significantly_below_are_not_served() -> None:
     for row in rows:
         del row["ndcg@10"]
     assert measured.served_shares(rows) == [1.0], "nothing was judged"
+
+
+def test_candidates_are_scored_by_hand() -> None:
+    eye = np.eye(12, dtype=np.float32)
+    names = [f"d{row}" for row in range(12)]
+    queries = np.stack([eye[0] + 0.5 * eye[3], eye[5]])
+    # The first query's best document is no candidate; the second has none in the sample.
+    columns = np.array([[-1, 3, 7], [-1, -1, -1]])
+    qrels = {"q": {"d3": 1, "d0": 1}, "r": {"d5": 1}}
+    own = measured.judged_candidates((queries, eye), columns, ["q", "r"], names, qrels)
+    assert own["recall@10"].tolist() == [0.5, 0]
+    assert own["ndcg@10"] == pytest.approx([1 / (1 + 1 / np.log2(3)), 0])
+
+
+def test_neighbours_among_candidates_are_those_of_a_loop() -> None:
+    random = np.random.default_rng(0)
+    old, new = random.normal(size=(2, 60, 8)).astype(np.float32)
+    sample = measured.Sample(old, new, new, np.arange(60), 60)
+    rows = np.array([3, 17, 59])
+    expected = []
+    for row in rows.tolist():
+        others = [other for other in range(60) if other != row]
+        truth = set(sorted(others, key=lambda i: -float(new[i] @ new[row]))[:10])
+        candidates = sorted(others, key=lambda i: -float(old[i] @ old[row]))[:25]
+        best = sorted(candidates, key=lambda i: -float(new[i] @ new[row]))[:10]
+        expected.append(len(truth & set(best)) / 10)
+    own = measured.neighbour_candidates(sample, rows, depth=25)["recall@10"]
+    assert own.tolist() == expected
+    everything = measured.neighbour_candidates(sample, rows, depth=200)["recall@10"]
+    assert everything.tolist() == [1, 1, 1]
+
+
+def scored(difference: float, seed: int) -> dict[str, np.ndarray]:
+    """Scores of 100 queries that are this much above 0.5, with a spread of 0.1."""
+    spread = 0.1 * np.random.default_rng(seed).normal(size=100)
+    return {"ndcg@10": 0.5 + difference + spread, "recall@10": np.zeros(100)}
+
+
+@pytest.mark.parametrize(
+    ("mapped", "candidates", "best"),
+    [(-0.2, 0.1, "candidates"), (0.1, 0.1, "index"), (-0.2, 0.0, "index"), (-0.2, -0.1, "index")],
+)
+def test_candidates_answer_where_they_are_significantly_best(
+    mapped: float, candidates: float, best: str
+) -> None:
+    scores = {measured.OLD: scored(0, 0), measured.mixed_name(0): scored(mapped, 1)}
+    assert measured.best_meanwhile(scores) == "index", "nothing finds candidates"
+    scores[measured.CANDIDATES] = scored(candidates, 2)
+    assert measured.best_meanwhile(scores) == best
+
+
+def test_a_rotation_is_chosen_where_it_is_significantly_better() -> None:
+    for difference, best in ((0.1, "rotation"), (0.0, "ridge"), (-0.1, "ridge")):
+        scores = {"ridge": scored(0, 0), "rotation": scored(difference, 1)}
+        assert measured.best_map(scores) == best  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import itertools
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 Window = tuple["Inputs | None", Skipped]
 """Prepared rows, or None if there are none; unusable rows with reasons."""
+Known = Callable[[Sequence[int]], Mapping[int, np.ndarray]]
 
 MAX_WEIGHT_HASHES = 16
 _WEIGHT_HASHES: dict[bytes, hashlib._Hash] = {}
@@ -74,6 +75,7 @@ def embed(
     notes: dict[str, Any] | None = None,
     progress: bool | str = True,
     stopped: Callable[[], bool] | None = None,
+    known: Known | None = None,
 ) -> Embeddings:
     """Embed every item of a corpus with one tower.
 
@@ -101,6 +103,8 @@ def embed(
         progress: show a progress bar; a string is its description, and makes it disappear at the
             end.
         stopped: called before each batch; if it returns True on any process, all processes raise.
+        known: function that returns the vectors that the tower has given before, by row, of some of
+            the rows it is called with; these are not encoded again.
 
     Returns:
         The embeddings of all usable items, on every process.
@@ -124,6 +128,8 @@ def embed(
     encoder = _Encoder(tower, corpus, batch_size, output, dim, autocast, num_workers, on_error)
     if stopped is not None:
         encoder.stopped = stopped
+    if known is not None:
+        encoder.known = known
     notes = {**(notes or {}), "modality": corpus.modality, "normalized": output == "embedding"}
     identity = {**(identity or {}), "output": output}
     bar = _bar(progress)
@@ -297,14 +303,28 @@ class _Encoder:
             num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
         self.num_workers = num_workers
         self.stopped: Callable[[], bool] = lambda: False
+        self.known: Known = lambda rows: {}
 
     def shard(self, rows: range, bar: tqdm) -> tuple[np.ndarray, Skipped]:
         """Encode a range of rows: vectors (rows, D) float32, in order, and the skipped rows."""
-        starts = range(rows.start, rows.stop, self.window_rows)
-        ranges = [range(start, min(start + self.window_rows, rows.stop)) for start in starts]
+        known = self.known(rows)
+        bar.update(len(known))
+        unknown = [row for row in rows if row not in known] if known else rows
+        vectors, skipped = self._encoded(unknown, bar)
+        if not known:
+            return vectors, skipped
+        bad = {row for row, _ in skipped}
+        encoded = iter(vectors)
+        merged = [known.get(row) for row in rows if row not in bad]
+        return np.stack([next(encoded) if own is None else own for own in merged]), skipped
+
+    def _encoded(self, rows: Sequence[int], bar: tqdm) -> tuple[np.ndarray, Skipped]:
+        """Encode rows like `shard`, none of which is known."""
+        starts = range(0, len(rows), self.window_rows)
+        ranges = [rows[start : start + self.window_rows] for start in starts]
         windows = _Windows(self.corpus, self.tower.prepare, ranges)
         prepared: Iterable[Window] = windows.prefetched()
-        if self.num_workers:
+        if self.num_workers and ranges:
             # A window is a batch already, so `batch_size=None` turns collation off.
             prepared = torch.utils.data.DataLoader(
                 windows,
@@ -332,7 +352,7 @@ class _Encoder:
         return torch.cat(parts).numpy() if parts else np.empty((0, self.dim), np.float32), skipped
 
     def _without_zeros(
-        self, vectors: Tensor, window: range, bad: Skipped
+        self, vectors: Tensor, window: Sequence[int], bad: Skipped
     ) -> tuple[Tensor, Skipped]:
         """Return the nonzero vectors of a window's usable rows, and the rows of the zero ones."""
         # A zero vector has cosine similarity 0 with everything, so it is never found. Features may
@@ -395,7 +415,7 @@ class _Encoder:
 class _Windows(torch.utils.data.Dataset):
     """Data set of windows of rows, read and prepared; picklable for DataLoader workers."""
 
-    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[range]) -> None:
+    def __init__(self, corpus: Corpus, prepare: Prepare, ranges: Sequence[Sequence[int]]) -> None:
         self.corpus = corpus
         self.prepare = prepare
         self.ranges = ranges
@@ -419,6 +439,8 @@ class _Windows(torch.utils.data.Dataset):
 
     def prefetched(self) -> Iterator[Window]:
         """Yield the windows in order, each prepared while the previous one is encoded."""
+        if not self.ranges:
+            return
         # A single thread overlaps tokenization with the model and keeps the order.
         with ThreadPoolExecutor(max_workers=1) as thread:
             pending = thread.submit(self.__getitem__, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 from safetensors import SafetensorError
@@ -18,6 +19,8 @@ from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path
 from dualenc.search.exact_search import exact_search
 
+MapKind = Literal["ridge", "rotation"]
+KINDS: tuple[MapKind, ...] = get_args(MapKind)
 NEIGHBORS = 10
 FOLDS = 5
 """Number of folds of the cross-validation."""
@@ -68,15 +71,21 @@ class LinearMap:
             ) from None
 
 
-def fit(x: np.ndarray, y: np.ndarray) -> LinearMap:
-    """Fit a linear map from x to y by ridge regression.
-
-    The penalty among `PENALTIES` minimizes the exact leave-one-out error.
+def fit(x: np.ndarray, y: np.ndarray, kind: MapKind = "ridge") -> LinearMap:
+    """Fit a linear map from x to y.
 
     Args:
         x: (n, D) vectors of the old model.
         y: (n, E) vectors of the new model for the same texts.
+        kind: "ridge" for ridge regression, whose penalty among `PENALTIES` minimizes the exact
+            leave-one-out error; "rotation" for the orthogonal map of centered vectors with the
+            least squared error (Procrustes; Schönemann 1966).
     """
+    return _rotation(x, y) if kind == "rotation" else _ridge(x, y)
+
+
+def _ridge(x: np.ndarray, y: np.ndarray) -> LinearMap:
+    """Fit by ridge regression."""
     centered = np.asarray(x, np.float64) - x.mean(axis=0, dtype=np.float64)
     # The squared Frobenius norm is the sum of squared singular values, of which min(n, D) differ
     # from zero.
@@ -84,6 +93,16 @@ def fit(x: np.ndarray, y: np.ndarray) -> LinearMap:
     ridge = RidgeCV(alphas=PENALTIES * scale).fit(x, y)
     weight = np.ascontiguousarray(ridge.coef_.T, np.float32)
     return LinearMap(weight, ridge.intercept_.astype(np.float32))
+
+
+def _rotation(x: np.ndarray, y: np.ndarray) -> LinearMap:
+    """Fit by orthogonal Procrustes: W = U·Vᵀ of the singular value decomposition of XᵀY."""
+    # Without centering, the mean of all vectors decides the rotation.
+    x_mean, y_mean = (each.mean(axis=0, dtype=np.float64) for each in (x, y))
+    left, _, right = np.linalg.svd((x - x_mean).T @ (y - y_mean), full_matrices=False)
+    weight = left @ right
+    bias = y_mean - x_mean @ weight
+    return LinearMap(np.ascontiguousarray(weight, np.float32), bias.astype(np.float32))
 
 
 def folds(count: int, seed: int = 0) -> np.ndarray:
@@ -96,18 +115,21 @@ def folds(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).permutation(count) % FOLDS
 
 
-def out_of_fold(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
+def out_of_fold(
+    x: np.ndarray, y: np.ndarray, fold: np.ndarray, kind: MapKind = "ridge"
+) -> np.ndarray:
     """Map x to (n, E), each row by a map that was fitted on the other folds.
 
     Args:
         x: (n, D) vectors of the old model.
         y: (n, E) vectors of the new model for the same texts.
         fold: (n,) fold of each pair.
+        kind: kind of map, as in `fit`.
     """
     mapped = np.empty((len(x), y.shape[1]), np.float32)
     for number in range(FOLDS):
         is_held_out = fold == number
-        mapped[is_held_out] = fit(x[~is_held_out], y[~is_held_out])(x[is_held_out])
+        mapped[is_held_out] = fit(x[~is_held_out], y[~is_held_out], kind)(x[is_held_out])
     return mapped
 
 

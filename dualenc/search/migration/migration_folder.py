@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dualenc.data.store.identity import digest_of
 from dualenc.data.store.items import ITEMS, read_batches
 from dualenc.data.store.vector_shards import is_embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import is_folder_of, is_locked, recover, remove, write_json
 from dualenc.io.provenance import Provenance
 from dualenc.io.reading import read_json_object
+from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.types import StrPath
 
 FORMAT = "dualenc migration"
 PLAN = "plan.json"
 INDEX_FORMAT = "dualenc index"
+TEXTS = "texts"
 _INDEXES = ("old", "next")
+TEXTS_FORMAT = "dualenc texts"
+BY_CANDIDATES = "candidates"
+"""Value of the plan's entry `serves` while searches answer by candidates."""
 _EMBEDDINGS = re.compile(r"sample|embeddings-\d+")
+_CACHE = re.compile(r"candidates-[0-9a-f]+\.sqlite(-journal)?")
 _RECORDS = {"report.json": {"facts", "systems", "served"}, "documents.json": {"source"}}
 """JSON files with their entries, by which a work folder without a plan is recognized."""
 _ARRAYS = ("documents.npy", "order.npy", "map.safetensors")
@@ -77,7 +85,8 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
         return False
     is_known = False
     for path in work.iterdir():
-        if path.name in (PLAN, *_ARRAYS) or re.fullmatch(r"\..*\.part", path.name):
+        is_temporary = re.fullmatch(r"\..*\.part", path.name)
+        if path.name in (PLAN, *_ARRAYS) or is_temporary or _CACHE.fullmatch(path.name):
             continue
         # The name alone proves nothing: users may have their own folder "old" or "next".
         # A killed process may leave a folder with nothing but its lock.
@@ -86,6 +95,8 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
             is_own = is_bare or is_folder_of(path, INDEX_FORMAT)
         elif _EMBEDDINGS.fullmatch(path.name):
             is_own = is_bare or is_embeddings(path)
+        elif path.name == TEXTS:
+            is_own = is_folder_of(path, TEXTS_FORMAT)
         else:
             expected = _RECORDS.get(path.name)
             is_own = expected is not None and expected <= _read_or_empty(path).keys()
@@ -129,24 +140,69 @@ def read_record(folder: StrPath) -> Provenance:
 def has_begun(folder: StrPath) -> bool:
     """Return True if the migration has embedded more than its sample, or replaced the index.
 
+    From the moment that searches may answer by candidates it has begun, too.
+
     Args:
         folder: the index.
     """
-    return any(work_folder(folder).glob("embeddings-*")) or is_replaced(folder)
+    patterns = ("embeddings-*", "candidates-*.sqlite")
+    is_embedding = any(any(work_folder(folder).glob(pattern)) for pattern in patterns)
+    return is_embedding or is_replaced(folder)
+
+
+def candidates_plan(folder: StrPath) -> dict[str, Any] | None:
+    """Return the plan of a migration whose searches answer by candidates; None without any.
+
+    That is so from the start of the embedding until INDEX has the new model's vectors.
+
+    Args:
+        folder: the index.
+    """
+    try:
+        plan = read_plan(folder)
+        if plan is None or is_over(plan) or plan.get("serves") != BY_CANDIDATES:
+            return None
+        # Candidates are rows of the old index, so INDEX must have its items and vectors.
+        now, before = (read_record(each) for each in (folder, work_folder(folder) / "old"))
+    except DualencError:  # not a folder of ours, or one that is being removed
+        return None
+    return plan if now.files == before.files else None
+
+
+def cache_path(folder: StrPath, plan: Mapping[str, Any]) -> Path:
+    """Return the file of `VectorCache` for the new model and the texts of a plan.
+
+    Args:
+        folder: the index.
+        plan: its entries `model` and `texts`, which identify the vectors.
+    """
+    key = digest_of(str(plan.get("model")), str(plan.get("texts")))
+    return work_folder(folder) / f"candidates-{key[:16]}.sqlite"
 
 
 def embedded_count(folder: StrPath) -> int:
-    """Return the number of vectors of the new model in the work folder, including the sample.
+    """Return the number of vectors of the new model in the work folder.
+
+    These are the sample, the embedded documents, and what searches have embedded.
 
     Args:
         folder: the index.
     """
     count = 0
-    for name in ("sample", "embeddings-*"):
-        for path in work_folder(folder).glob(f"{name}/data-*.arrow"):
-            with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
-                count += sum(map(len, read_batches(path, "migrate again")))
-    return count
+    candidates: set[str] = set()
+    for path in work_folder(folder).glob("candidates-*.sqlite"):
+        candidates |= VectorCache(path, dim=0).ids()
+    for path in new_shards(work_folder(folder)):
+        with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
+            for batch in read_batches(path, "migrate again"):
+                count += len(batch)
+                candidates.difference_update(batch.column("id").to_pylist() if candidates else ())
+    return count + len(candidates)
+
+
+def new_shards(work: Path) -> list[Path]:
+    """Return the finished shards of embeddings with the new model, sorted."""
+    return sorted((*work.glob("sample/data-*.arrow"), *work.glob("embeddings-*/data-*.arrow")))
 
 
 def check_unmigrated(folder: StrPath) -> None:
@@ -198,4 +254,7 @@ def remove_work(folder: StrPath, ended: str = "finished") -> None:
     # Mark the plan first: a removal that is killed halfway must not look like a migration.
     if read_plan(folder) is not None:
         write_json(work / PLAN, {"format": FORMAT, "ended": ended})
+        # Searches that are still open must not write while the folder is removed.
+        for path in work.glob("candidates-*.sqlite"):
+            VectorCache(path, dim=0).remove()
     remove(work)

@@ -82,7 +82,9 @@ def roll_back(folder: StrPath, discard: bool = False) -> RolledBack:
     model = plan.get("name")
     # A repeated migration to the same model then embeds only the rest.
     if is_worth_keeping and count and not discard:
-        write_json(work / PLAN, {**plan, "format": FORMAT, "rolled_back": True})
+        # Searches answer by the old vectors again; what they have embedded stays, too.
+        kept = {name: value for name, value in plan.items() if name != "serves"}
+        write_json(work / PLAN, {**kept, "format": FORMAT, "rolled_back": True})
         return RolledBack(model, replaced, kept=count)
     remove_work(folder, "rolled back")
     return RolledBack(model, replaced, removed=count)

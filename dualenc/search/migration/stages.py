@@ -3,10 +3,12 @@
 The folder `INDEX.migration` beside the index exists until all documents are embedded with the new
 model:
 
-    plan.json           the new model, the items and their texts; whether the migration was rolled
-                        back or has ended
+    plan.json           the new model, the items and their texts; whether searches answer by
+                        candidates, and whether the migration was rolled back or has ended
     old/                the index before the migration, by hard links, for its vectors and for a
                         rollback
+    candidates-*.sqlite vectors that searches have embedded (`dualenc.search.migration.candidates`)
+    texts/              texts for them, if the index stores none
     documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
     map.safetensors     the map from the old space to the new one (`dualenc.search.migration.maps`)
@@ -26,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +51,10 @@ from dualenc.search.index.open import Index, is_index
 from dualenc.search.index.refined import link
 from dualenc.search.migration.maps import NEIGHBORS, LinearMap
 from dualenc.search.migration.migration_folder import (
+    BY_CANDIDATES,
     FORMAT,
     PLAN,
+    cache_path,
     embedded_count,
     has_begun,
     is_over,
@@ -66,6 +70,8 @@ from dualenc.search.migration.replacement import (
     mixed_vectors,
     replace_index,
 )
+from dualenc.search.migration.vector_cache import VectorCache
+from dualenc.search.texts import has_texts, write_texts
 from dualenc.types import StrPath
 
 logger = logging.getLogger("dualenc.search")
@@ -132,7 +138,10 @@ class Migration:
         if not self._resumes(plan):
             remove_work(folder)
             self.work.mkdir()
-        write_json(self.work / PLAN, {**plan, "name": self.notes.get("model")})
+        present = read_plan(folder) or {}
+        kept = {"serves": present["serves"]} if "serves" in present else {}
+        self.plan = {**plan, "name": self.notes.get("model"), **kept}
+        write_json(self.work / PLAN, self.plan)
         # A killed process may have left half-swapped folders.
         recover_inside(self.work)
         if not is_index(self.work / "old"):
@@ -185,6 +194,18 @@ class Migration:
         """Measurements of report.json; None before it is written."""
         path = self.work / "report.json"
         return read_json_object(path) if path.is_file() else None
+
+    def serve_candidates(self, texts: Iterable[str]) -> None:
+        """Let searches that open INDEX from now on answer by candidates, until the last swap.
+
+        Args:
+            texts: (N,) texts in the order of the index, which are stored unless it stores them.
+        """
+        VectorCache(cache_path(self.folder, self.plan), dim=0).create()
+        if not has_texts(self.work / "old") and not has_texts(self.work):
+            write_texts(self.work, self.old.ids, texts, self.old.items_checksum)
+        self.plan["serves"] = BY_CANDIDATES
+        write_json(self.work / PLAN, self.plan)
 
     def save_order(self, order: np.ndarray) -> None:
         """Write the order in which rows (N,) are embedded."""
