@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import textwrap
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
 from dualenc.commands.output import print_line
+
+if TYPE_CHECKING:
+    from dualenc.evaluation.report_page import Table
+    from dualenc.workflows.check_vectors import CheckResult
+
+WIDTH = 56
+"""Characters of a finding on a line, beside its check and state."""
 
 
 def check(
@@ -40,8 +48,20 @@ def check(
         check_file_target(json_file)
         check_outside(json_file)
     result = check_vectors.check(folder, model=model, queries=queries, device=device)
-    print_table(result.table())
+    print_table(_wrapped(result))
     if json_file is not None:
         write_json(json_file, result.as_json())
         print_line(f"findings are in {json_file}")
     result.check()
+
+
+def _wrapped(result: CheckResult) -> Table:
+    """Return the findings as a table of 80 columns, also for a log file or a mail of cron."""
+    from dualenc.evaluation.report_page import Table
+
+    rows = []
+    for finding in result.findings:
+        first, *others = textwrap.wrap(finding.line, WIDTH, break_on_hyphens=False) or [""]
+        rows.append({"check": finding.name, "state": finding.state, "finding": first})
+        rows += [{"check": "", "state": "", "finding": line} for line in others]
+    return Table(f"Check of {result.folder}", rows)

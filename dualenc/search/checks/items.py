@@ -69,8 +69,8 @@ def _texts(stored: Stored) -> Finding:
     if len(stored.texts) != len(stored.ids):
         line = f"{len(stored.ids):,} ids, and {len(stored.texts):,} texts"
         return alarm("texts", line, ids=len(stored.ids), texts=len(stored.texts))
-    is_mapped = isinstance(stored.texts, Texts)
-    texts = stored.texts.strings if is_mapped else pa.chunked_array([stored.texts])
+    own = stored.texts
+    texts = own.strings if isinstance(own, Texts) else pa.chunked_array([own])
     blank = pc.match_substring_regex(texts, BLANK)
     count = pc.sum(blank).as_py() or 0
     if not count:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from dualenc.search.checks.findings import Finding, judged, skipped
+from dualenc.search.checks.findings import Finding, alarm, judged, ok, skipped
 from dualenc.search.checks.stored import Sample, Stored
 from dualenc.search.index.database import STORED_TOLERANCE
 
@@ -29,22 +29,24 @@ def check_vectors(stored: Stored, sample: Sample) -> list[Finding]:
     is_finite = np.isfinite(squares)
     is_zero = squares == 0
     return [
-        _counted(stored, sample, "finite", ~is_finite, "not finite"),
-        _counted(stored, sample, "zero", is_zero, "zero"),
+        _counted(stored, sample, ~is_finite, "not finite"),
+        _counted(stored, sample, is_zero, "zero"),
         _lengths(stored, sample, np.where(is_finite & ~is_zero, squares, 1)),
         _duplicates(stored, sample, is_finite & ~is_zero),
     ]
 
 
-def _counted(stored: Stored, sample: Sample, name: str, faulty: np.ndarray, what: str) -> Finding:
-    """Return an alarm if any vector has a fault."""
+def _counted(stored: Stored, sample: Sample, faulty: np.ndarray, what: str) -> Finding:
+    """Return an alarm if any vector is "zero" or "not finite"."""
+    name = what.split()[-1]
     count = int(faulty.sum())
     of = f"{len(faulty):,} vectors"
     if not count:
-        return judged(name, False, f"none of {of} is {what}", vectors=len(faulty), count=0)
+        good = "finite" if name == "finite" else "not zero"
+        return ok(name, f"{of} are {good}", vectors=len(faulty), count=0)
     first = stored.ids[sample.rows[int(faulty.argmax())]]
     line = f"{count:,} of {of} are {what}; the first is that of {first[:40]!r}"
-    return judged(name, True, line, vectors=len(faulty), count=count)
+    return alarm(name, line, vectors=len(faulty), count=count)
 
 
 def _lengths(stored: Stored, sample: Sample, squares: np.ndarray) -> Finding:
@@ -60,8 +62,8 @@ def _lengths(stored: Stored, sample: Sample, squares: np.ndarray) -> Finding:
         lengths = np.sqrt(squares[wrong])
         first = stored.ids[sample.rows[int(wrong.argmax())]]
         line = (
-            f"{count:,} of {len(squares):,} vectors are not normalized: lengths {lengths.min():.3g} "
-            f"to {lengths.max():.3g}; the first is that of {first[:40]!r}"
+            f"{count:,} of {len(squares):,} vectors are not normalized: lengths "
+            f"{lengths.min():.3g} to {lengths.max():.3g}; the first is that of {first[:40]!r}"
         )
     return judged("length", count > 0, line, vectors=len(squares), count=count)
 
