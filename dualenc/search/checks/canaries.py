@@ -30,11 +30,10 @@ DRAWN = 2048
 TRIED = 48
 """Deviating canaries that causes are tried on."""
 TOLERANCE = 5e-3
-"""Difference of cosines that is due to precision: float16, or bfloat16 in the forward pass."""
-CODE_TOLERANCE = 2e-2
-"""The same beyond the error of the codes of a compressed index."""
+"""Difference of cosines that is due to precision: float16, or bfloat16 in the forward pass. For a
+compressed index it is beyond the error of the codes."""
 MAX_SHARE = 0.01
-"""Share of canaries that may deviate: a few codes lie at the border of two cells."""
+"""Share of canaries that may deviate."""
 EXPLAINED = 0.95
 """Share of the deviating canaries that a cause must explain."""
 NEAREST = 10
@@ -50,17 +49,19 @@ class Canaries:
         deviate: (n,) bool, True for a vector that the model does not give.
         cosines: (n,) cosine of the stored and the new vector.
         cause: what explains the deviating ones; None if nothing does, or none deviates.
+        max_share: share of canaries that may deviate.
     """
 
     rows: np.ndarray
     deviate: np.ndarray
     cosines: np.ndarray
     cause: Cause | None = None
+    max_share: float = MAX_SHARE
 
     @property
     def is_alarm(self) -> bool:
-        """True if more canaries deviate than codes at a border explain."""
-        return int(self.deviate.sum()) > MAX_SHARE * len(self.rows)
+        """True if more canaries deviate than may."""
+        return int(self.deviate.sum()) > self.max_share * len(self.rows)
 
 
 def check_canaries(
@@ -186,7 +187,7 @@ class _Again:
         if recoded is None:
             return cosines, ~_finds_itself(index, new, self.rows[places])
         # The same vector gets the same code: it is as far from it as its own code is.
-        return cosines, cosines < cosines_of(new, recoded) - CODE_TOLERANCE
+        return cosines, cosines < cosines_of(new, recoded) - TOLERANCE
 
     def _embed(self, tower: Tower, places: np.ndarray) -> np.ndarray:
         """Return the vectors (n, D) that a tower gives; zero where it gives none."""
