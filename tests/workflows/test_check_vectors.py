@@ -36,7 +36,9 @@ from tests.helpers.checked import (
     save_embeddings,
     save_index,
 )
+from tests.helpers.embeddings_on_disk import on_disk
 from tests.helpers.folder_contents import contents
+from tests.helpers.started_migration import new_vectors, started
 
 pytestmark = pytest.mark.slow
 
@@ -338,6 +340,18 @@ def test_unfinished_embeddings(made: Made, tmp_path: Path) -> None:
     meta = json.loads((folder / "meta.json").read_text())
     (folder / "meta.json").write_text(json.dumps(meta | {"complete": False}))
     assert "not finished" in alarmed(folder, "swaps")
+
+
+def test_a_half_finished_migration(tmp_path: Path) -> None:
+    migration = started(tmp_path, "Flat")
+    assert finding(check(tmp_path / "index"), "migration").line.endswith("has only measured")
+    on_disk(migration.work / "embeddings-35", new_vectors()[:35])
+    line = alarmed(tmp_path / "index", "migration")
+    assert "half migrated to new model: 35 vectors are embedded; finish: dualenc migrate" in line
+    (migration.work / "plan.json").write_text(
+        '{"format": "dualenc migration", "ended": "finished"}'
+    )
+    assert "a killed process has left" in alarmed(tmp_path / "index", "migration")
 
 
 def test_a_work_folder_that_is_gone(made: Made, tmp_path: Path) -> None:
