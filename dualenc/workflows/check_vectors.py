@@ -123,8 +123,6 @@ def check(
     try:
         stored = consistent_read(folder, lambda: Stored.open(folder))
     except DualencError as error:
-        if not is_stored(folder):
-            raise
         opens = alarm("opens", str(error).removeprefix(f"{folder}: "))
         return CheckResult(folder, [opens, swaps, migration])
     with closing(stored):
@@ -157,8 +155,8 @@ def _check_contents(
 
 def _read(stored: Stored) -> tuple[Sample | None, str]:
     """Read vectors; return None and the reason if they cannot be read."""
-    if not len(stored):
-        return None, f"{len(stored.opened):,} rows are too many to list"
+    if stored.unlisted:
+        return None, stored.unlisted
     try:
         return stored.sample(), ""
     except DualencError as error:

@@ -90,8 +90,13 @@ def test_no_alarm_without_a_fault(made: Made, tmp_path: Path, factory: str) -> N
     result.check()
 
 
-def test_no_alarm_for_embeddings(made: Made, tmp_path: Path) -> None:
-    result = check(save_embeddings(tmp_path / "emb", made.vectors, TEXTS, made.about))
+def test_no_alarm_for_embeddings(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save_embeddings(tmp_path / "emb", made.vectors, TEXTS, made.about)
+    capsys.readouterr()
+    result = check(folder)
+    assert capsys.readouterr() == ("", "")
     assert_clean(result)
     assert finding(result, "recall").state == "skipped"
 

@@ -49,19 +49,19 @@ class Canaries:
         deviate: (n,) bool, True for a vector that the model does not give.
         cosines: (n,) cosine of the stored and the new vector.
         cause: what explains the deviating ones; None if nothing does, or none deviates.
-        max_share: share of canaries that may deviate.
+        is_cause_of_all: True if the others fit the cause as well, such as short texts a truncation.
     """
 
     rows: np.ndarray
     deviate: np.ndarray
     cosines: np.ndarray
     cause: Cause | None = None
-    max_share: float = MAX_SHARE
+    is_cause_of_all: bool = False
 
     @property
     def is_alarm(self) -> bool:
         """True if more canaries deviate than may."""
-        return int(self.deviate.sum()) > self.max_share * len(self.rows)
+        return int(self.deviate.sum()) > MAX_SHARE * len(self.rows)
 
 
 def check_canaries(
@@ -152,14 +152,18 @@ class _Again:
         canaries = Canaries(self.rows, deviate, cosines)
         if not canaries.is_alarm:
             return canaries
-        tried = np.flatnonzero(deviate)
-        tried = tried[np.linspace(0, len(tried) - 1, min(TRIED, len(tried))).astype(int)]
+        tried, others = _some(np.flatnonzero(deviate)), _some(np.flatnonzero(~deviate))
         for cause in causes(encoder, self.stored.provenance.side or "right"):
             with cause.tower() as changed:
-                still = self._deviating(changed, tried)[1]
-            if still.mean() <= 1 - EXPLAINED:
-                return Canaries(self.rows, deviate, cosines, cause)
+                if not self._fit(changed, tried):
+                    continue
+                is_of_all = not len(others) or self._fit(changed, others)
+            return Canaries(self.rows, deviate, cosines, cause, is_of_all)
         return canaries
+
+    def _fit(self, tower: Tower, places: np.ndarray) -> bool:
+        """Return True if a tower gives nearly all of these vectors."""
+        return bool(self._deviating(tower, places)[1].mean() <= 1 - EXPLAINED)
 
     def not_normalized(self, canaries: Canaries) -> str:
         """Return the line of the alarm if the vectors have the right direction, but no length."""
@@ -198,6 +202,11 @@ class _Again:
         vectors = np.zeros((len(places), made.dim), np.float32)
         vectors[made.rows_of(corpus.ids) >= 0] = np.asarray(made.vectors)
         return vectors
+
+
+def _some(places: np.ndarray) -> np.ndarray:
+    """Return at most `TRIED` of the places, evenly."""
+    return places[np.linspace(0, len(places) - 1, min(TRIED, len(places))).astype(int)]
 
 
 def cosines_of(left: np.ndarray, right: np.ndarray) -> np.ndarray:

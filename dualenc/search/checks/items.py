@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from dualenc.data.store.items import Ids, Texts
 from dualenc.errors import DualencError
 from dualenc.search.checks.findings import Finding, alarm, judged, ok, skipped
-from dualenc.search.checks.stored import MAX_LISTED, Stored
+from dualenc.search.checks.stored import Stored
 from dualenc.search.engines.engine import Engine
 from dualenc.search.index.open import Index
 from dualenc.search.lexical import Lexical, has_lexical
@@ -23,8 +23,7 @@ def check_items(stored: Stored) -> list[Finding]:
         stored: the vectors; all ids and texts are read.
     """
     findings = [_counts(stored)]
-    if not len(stored):
-        reason = f"more than {MAX_LISTED:,} rows are not listed"
+    if reason := stored.unlisted:
         return [*findings, skipped("ids", reason), skipped("texts", reason)]
     return [*findings, _ids(stored), _texts(stored)]
 

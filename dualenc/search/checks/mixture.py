@@ -97,8 +97,7 @@ def check_mixture(stored: Stored, sample: Sample, canaries: Canaries | None) -> 
 def _split_canaries(stored: Stored, canaries: Canaries) -> Finding | None:
     """Return an alarm if a part of the canaries deviates; None if the canaries do not tell."""
     share = float(canaries.deviate.mean()) if len(canaries.deviate) else 0.0
-    is_length = canaries.cause is not None and canaries.cause.kind == "length"
-    if not MIN_SHARE <= share <= 1 - MIN_SHARE or is_length:
+    if not MIN_SHARE <= share <= 1 - MIN_SHARE or canaries.is_cause_of_all:
         return None
     count, of = int(canaries.deviate.sum()), len(canaries.deviate)
     place = where_deviating(stored, canaries) or "all over the collection"
@@ -159,7 +158,10 @@ def _nearest(vectors: np.ndarray) -> np.ndarray:
 
 def _agreement(left: np.ndarray, right: np.ndarray) -> float:
     """Return the correlation of the scales of axes of two sets of vectors."""
-    return float(np.corrcoef(_scales(left), _scales(right))[0, 1])
+    # Scales that do not differ at all have no correlation.
+    with np.errstate(invalid="ignore", divide="ignore"):
+        correlation = np.corrcoef(_scales(left), _scales(right))[0, 1]
+    return float(np.nan_to_num(correlation))
 
 
 def _scales(vectors: np.ndarray) -> np.ndarray:

@@ -112,6 +112,14 @@ class Stored:
         return len(self.ids)
 
     @property
+    def unlisted(self) -> str:
+        """Why no row can be checked; "" if rows can."""
+        if len(self):
+            return ""
+        count = len(self.opened)
+        return f"{count:,} rows are too many to list" if count > MAX_LISTED else "no row is stored"
+
+    @property
     def provenance(self) -> Provenance:
         """Record of the vectors."""
         return self.opened.provenance
