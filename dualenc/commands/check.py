@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +53,8 @@ def check(
     if json_file is not None:
         write_json(json_file, result.as_json())
         print_line(f"findings are in {json_file}")
+    # In a log of both streams the alarm must come after the table.
+    sys.stdout.flush()
     result.check()
 
 
