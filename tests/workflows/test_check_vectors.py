@@ -227,6 +227,15 @@ def test_zero_and_not_finite_vectors(made: Made, tmp_path: Path) -> None:
     assert "2 of 300 vectors are not finite; the first is that of 'd9'" in alarmed(folder, "finite")
 
 
+def test_all_vectors_zero_or_of_another_dimension(made: Made, tmp_path: Path) -> None:
+    result = check(save_embeddings(tmp_path / "zero", 0 * made.vectors, TEXTS, made.about))
+    assert finding(result, "zero").state == "alarm"
+    assert "all vectors of the texts are zero" in finding(result, "canaries").line
+    wide = np.tile(made.vectors, 2)
+    folder = save_embeddings(tmp_path / "wide", wide, TEXTS, {**made.about, "normalized": False})
+    assert "the model gives 32 numbers and the vectors have 64" in alarmed(folder, "canaries")
+
+
 def test_vectors_that_are_not_normalized(made: Made, tmp_path: Path) -> None:
     vectors = made.vectors.copy()
     vectors[250:] *= 3

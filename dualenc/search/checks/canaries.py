@@ -29,7 +29,7 @@ DRAWN = 2048
 """Texts that the canaries are chosen from."""
 TRIED = 48
 """Deviating canaries that causes are tried on."""
-TOLERANCE = 5e-3
+TOLERANCE = 2e-3
 """Difference of cosines that is due to precision: float16, or bfloat16 in the forward pass. For a
 compressed index it is beyond the error of the codes."""
 MAX_SHARE = 0.01
@@ -93,10 +93,15 @@ def check_canaries(
     rows = canary_rows(stored)
     if not len(rows):
         return _by_checksum("no whole texts are stored (dualenc index INDEX --texts)", is_other)
-    if tower.dim < stored.dim:
-        line = f"the model gives {tower.dim} numbers and the vectors have {stored.dim}"
+    is_features = about.output == "features"
+    dim = tower.feature_dim if is_features else tower.dim
+    # Embeddings may have been shortened, features not.
+    if dim < stored.dim or (is_features and dim != stored.dim):
+        line = f"the model gives {dim} numbers and the vectors have {stored.dim}"
         return alarm(NAME, f"{line}: they are of another model"), None
-    again = _Again(stored, rows, about.output == "features")
+    again = _Again(stored, rows, is_features)
+    if not len(again.rows):
+        return _by_checksum("all vectors of the texts are zero or not finite", is_other)
     canaries = again.compare(encoder, tower)
     numbers = _numbers(canaries)
     if canaries.is_alarm:
@@ -125,7 +130,7 @@ def canary_rows(stored: Stored) -> np.ndarray:
     # One from each stretch of rows, so that every part of an appended index has canaries.
     edges = np.linspace(0, len(stored), count + 1).astype(int)
     drawn = np.random.default_rng(0).integers(edges[:-1], np.maximum(edges[1:], edges[:-1] + 1))
-    lengths = {int(row): len(stored.whole_text(int(row)) or "") for row in drawn}
+    lengths = {int(row): len((stored.whole_text(int(row)) or "").strip()) for row in drawn}
     usable = [row for row, length in lengths.items() if length]
     longest = sorted(usable, key=lengths.__getitem__)[-LONGEST:]
     even = np.linspace(0, len(usable) - 1, min(COUNT - LONGEST, len(usable))).astype(int)
@@ -187,6 +192,8 @@ class _Again:
             return cosines, cosines < 1 - TOLERANCE
         index = self.stored.opened
         assert isinstance(index, Index)
+        if not self.stored.should_be_unit:
+            new = new * np.linalg.norm(stored, axis=1, keepdims=True)
         recoded = decode_codes(index.faiss, new)
         if recoded is None:
             return cosines, ~_finds_itself(index, new, self.rows[places])

@@ -49,7 +49,7 @@ def check_drift(stored: Stored, queries: np.ndarray | None) -> Finding:
         counts = f"{len(now)} queries and {len(before)} kept ones"
         return skipped(NAME, f"{counts} are too few, {MIN_QUERIES} are needed")
     old_score, score = (_nearest_score(searched, part) for part in (before, now))
-    if old_score > OWN_SCORE:
+    if old_score > OWN_SCORE >= score:
         return skipped(NAME, "the kept queries are documents of the index: keep real queries")
     p = energy_test(before, now)
     line = (
