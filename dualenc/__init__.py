@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dualenc.workflows.adapt_queries import adapt
     from dualenc.workflows.build_index import index
     from dualenc.workflows.change_index import append, remove
+    from dualenc.workflows.check_vectors import check
     from dualenc.workflows.embed_corpus import embed
     from dualenc.workflows.evaluate_corrupted import evaluate_corrupted
     from dualenc.workflows.evaluate_image_text import evaluate_image_text
@@ -39,6 +40,7 @@ _PARTS = {
     "workflows.adapt_queries": ("adapt",),
     "workflows.build_index": ("index",),
     "workflows.change_index": ("append", "remove"),
+    "workflows.check_vectors": ("check",),
     "workflows.embed_corpus": ("embed",),
     "workflows.evaluate_corrupted": ("evaluate_corrupted",),
     "workflows.evaluate_image_text": ("evaluate_image_text",),
@@ -68,6 +70,7 @@ __all__ = [
     "Trainer",
     "adapt",
     "append",
+    "check",
     "embed",
     "evaluate_corrupted",
     "evaluate_engine",

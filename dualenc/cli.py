@@ -35,6 +35,7 @@ COMMANDS = (
     "append",
     "remove",
     "verify",
+    "check",
     "migrate",
     "push",
     "adapt",

@@ -28,6 +28,8 @@ from dualenc.io.files import (
     atomic_folder,
     atomic_path,
     check_folder_target,
+    is_written_now,
+    left_by_killed,
     locked,
     recover,
     recover_inside,
@@ -202,6 +204,21 @@ def test_a_writer_may_lock_and_recover_its_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_a_killed_writer_left_is_seen_and_stays(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    assert not is_written_now(target)
+    assert left_by_killed(target) == []
+    with locked(target):
+        assert is_written_now(target)
+    assert os.listdir(tmp_path) == []
+    part = tmp_path / ".target.part"
+    (part / "new-target").mkdir(parents=True)
+    (part / "lock").touch()
+    assert not is_written_now(target)
+    assert left_by_killed(target) == [str(part / "new-target")]
+    assert sorted(os.listdir(part)) == ["lock", "new-target"]
+
+
 def test_several_writers_take_turns_and_the_last_one_wins(tmp_path: Path) -> None:
     together = FORK.Barrier(3)
 

@@ -246,6 +246,32 @@ def was_replaced_by_killed(target: StrPath) -> bool:
     return work.old.exists() and work.target.exists()
 
 
+def is_written_now(target: StrPath) -> bool:
+    """Return True if another process holds the lock of an output; unlike `is_locked`, change
+    nothing."""
+    work = _Work(target)
+    if not os.path.lexists(work.lock.lock_file):
+        return False
+    try:
+        # A single attempt, and the lock alone: what a killed writer has left stays.
+        with FileLock(work.lock.lock_file, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a folder that cannot be written to, so by nobody who is like us
+        return False
+
+
+def left_by_killed(target: StrPath) -> list[str]:
+    """Return what a killed writer has left beside an output, as paths.
+
+    Args:
+        target: path of the file or folder, which nobody writes (`is_written_now`).
+    """
+    work = _Work(target)
+    return [str(path) for path in (work.new, work.old) if os.path.lexists(path)]
+
+
 def recover(target: StrPath, *, unfinished: bool = False) -> None:
     """Restore a folder whose writer was killed between the two renames; call before opening it.
 

@@ -116,7 +116,7 @@ class Workload:
             begin = time.perf_counter()
             hits = self.index.search(queries, DEPTH, **self.index.workload_filter(filter))
             milliseconds = 1000 * (time.perf_counter() - begin) / len(queries)
-            filter_recalls = [_recall(*pair) for pair in zip(hits, exact)]
+            filter_recalls = [recall_of_hits(*pair) for pair in zip(hits, exact)]
             recalls += filter_recalls
             entries = {
                 "filter": filter,
@@ -138,8 +138,13 @@ def _mean_rows(results: Sequence[Sequence[Hit]]) -> float:
     return int(mean) if mean.is_integer() else mean
 
 
-def _recall(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
-    """Return the fraction of exact results found; a tie with the last one counts as found."""
+def recall_of_hits(hits: Sequence[Hit], exact: Sequence[Hit]) -> float:
+    """Return the fraction of exact results found; a tie with the last one counts as found.
+
+    Args:
+        hits: results of a search.
+        exact: results of the exact search, best first.
+    """
     threshold = exact[-1].score - TIE
     return min(sum(hit.score >= threshold for hit in hits) / len(exact), 1.0)
 
