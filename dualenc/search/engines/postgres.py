@@ -36,7 +36,12 @@ from dualenc.search.engines.postgres_settings import (
     set_settings,
 )
 from dualenc.search.engines.postgres_swap import check_droppable, drop_abandoned, replace_table
-from dualenc.search.engines.postgres_table import COMMENT, PostgresTable, parse_comment
+from dualenc.search.engines.postgres_table import (
+    COMMENT,
+    PostgresTable,
+    find_schema,
+    parse_comment,
+)
 from dualenc.search.engines.postgres_url import connection_of, without_secrets
 from dualenc.search.engines.postgres_vectors import MAX_DIM, VALUE_TYPES, VectorColumn
 from dualenc.search.engines.pushed_folder import AGAIN, ENTRIES, read_pushed
@@ -87,27 +92,8 @@ class PostgresIndex(Engine):
             is_indexed=self.index != "none",
         )
         with self.database.one_line_errors():
-            schema = schema or self._schema_in_path()
+            schema = schema or find_schema(self.database, self.name)
         self.table = PostgresTable(self.database, schema, self.name)
-
-    def _schema_in_path(self) -> str:
-        """Return the schema of the search path that has the table, or would get a new one."""
-        query = """
-            SELECT coalesce((
-                SELECT nspname
-                FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
-                JOIN pg_namespace n ON nspname = schema JOIN pg_class ON relnamespace = n.oid
-                WHERE relname = %s ORDER BY place LIMIT 1
-            ), current_schema())
-        """
-        [(schema,)] = self.database.run(query, values=[self.name])
-        if schema is None:
-            raise DualencError(
-                "no schema of the search path exists",
-                fix=f"write SCHEMA.{self.name}",
-                where=self.location,
-            )
-        return str(schema)
 
     @property
     def filled_table(self) -> PostgresTable:
