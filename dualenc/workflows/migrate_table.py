@@ -19,7 +19,8 @@ from dualenc.evaluation.report_page import Table
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.engines.engine import RESUME
 from dualenc.search.engines.postgres_columns import (
-    check_migrates,
+    check_table,
+    check_unread,
     find_columns,
     row_triggers,
 )
@@ -284,6 +285,7 @@ class _Opened:
     def __init__(self, table: PostgresTable, names: TableColumnNames) -> None:
         self.table = table
         self.location = table.database.location
+        check_table(table)
         records = read_migrations(table)
         own = [name for vector in records for name in own_columns(vector)]
         self.columns = find_columns(table, names.id, names.text, names.vector, own)
@@ -367,7 +369,7 @@ class _Filling:
     def _check(self) -> None:
         """Raise unless the table, its indexes and the installed pgvector allow a migration."""
         table, columns = self.opened.table, self.opened.columns
-        check_migrates(table, columns)
+        check_unread(table, columns.vector)
         indexes = indexes_of(table, columns.vector)
         check_dim(table, columns.vector.type, self.migration.dim, indexes)
         problem = hnsw_problem(table.database.load_extension())

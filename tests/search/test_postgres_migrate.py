@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from dualenc.errors import DualencError
@@ -74,3 +73,196 @@ def test_rows_and_index_are_those_of_sql(
     assert execute(postgres, model, name) == [(str(toy_text), "finished")]
     with pytest.raises(DualencError, match="the old vectors are gone"):
         roll_back_table(postgres, f'"{name}"')
+
+
+def test_only_a_report_changes_nothing(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "reported")
+    before = columns_of(postgres, "reported"), indexes(postgres, "reported")
+    shown: list[Any] = []
+    report = migrate(postgres, "reported", toy_text, report_only=True, on_report=shown.append)
+    assert shown == [report]
+    assert report.state == "measured"
+    assert (columns_of(postgres, "reported"), indexes(postgres, "reported")) == before
+    # Random vectors find what another model finds by chance alone: 10 of 59.
+    overlap, low, high = report.systems[0]["recall@10"]
+    assert low < 10 / 59 < high
+    assert 0 < overlap < 0.4
+    assert execute(postgres, "SELECT count(*) FROM reported WHERE embedding IS NULL") == [(0,)]
+
+
+def test_blank_texts_have_no_vector_and_are_counted(
+    postgres: str, toy_text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_table(postgres, "blank")
+    execute(postgres, "UPDATE blank SET body = NULL WHERE id = 3")
+    execute(postgres, "UPDATE blank SET body = '' WHERE id = 4")
+    execute(postgres, "UPDATE blank SET body = E' \\t\\u200b' WHERE id IN (5, 6)")
+    execute(postgres, "ALTER TABLE blank ALTER embedding SET NOT NULL")
+    with caplog.at_level(logging.WARNING):
+        assert migrate(postgres, "blank", toy_text).missing == 4
+    assert "4 texts have no vector, which is NULL; the first, 3: its text is NULL" in caplog.text
+    assert execute(postgres, "SELECT id FROM blank WHERE embedding IS NULL ORDER BY 1") == [
+        (3,),
+        (4,),
+        (5,),
+        (6,),
+    ]
+    # The old column must not refuse what clients insert now.
+    execute(postgres, "INSERT INTO blank (id, body) VALUES (1000, 'fox')")
+    with caplog.at_level(logging.WARNING):
+        assert finish_table(postgres, "blank").missing == 5
+    assert "was NOT NULL, and has rows without a vector now" in caplog.text
+
+
+def test_not_null_is_kept(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "required")
+    execute(postgres, "ALTER TABLE required ALTER embedding SET NOT NULL")
+    migrate(postgres, "required", toy_text)
+    finish_table(postgres, "required")
+    query = "SELECT attnotnull FROM pg_attribute WHERE attrelid = 'required'::regclass"
+    assert execute(postgres, f"{query} AND attname = 'embedding'") == [(True,)]
+
+
+def test_a_rollback_gives_the_old_vectors_and_none_for_newer_texts(
+    postgres: str, toy_text: Path
+) -> None:
+    make_table(postgres, "back")
+    before = dict(execute(postgres, "SELECT id, embedding::text FROM back"))
+    definitions = indexes(postgres, "back")
+    with pytest.raises(DualencError, match="no migration is under way"):
+        roll_back_table(postgres, "back")
+    migrate(postgres, "back", toy_text)
+    execute(postgres, "UPDATE back SET body = 'fox fox' WHERE id = 7")
+    execute(postgres, "INSERT INTO back (id, body) VALUES (1000, 'hen')")
+    done = roll_back_table(postgres, "back")
+    assert (done.switched, done.discarded, done.missing) == (True, False, 2)
+    after = dict(execute(postgres, "SELECT id, embedding::text FROM back"))
+    assert after == {**before, 7: None, 1000: None}
+    assert indexes(postgres, "back").items() > definitions.items()
+    # The new vectors are there, so that only the two changed rows are embedded.
+    assert migrate(postgres, "back", toy_text).state == "switched"
+    check_vectors(postgres, "back", toy_text)
+    roll_back_table(postgres, "back", discard=True)
+    assert indexes(postgres, "back") == definitions
+    assert columns_of(postgres, "back").keys() == {"id", "body", "year", "embedding"}
+
+
+def test_rows_outside_of_the_conditions_have_no_vector(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "partly")
+    report = migrate(postgres, "partly", toy_text, where=["year>=2003"])
+    old = execute(postgres, "SELECT count(*) FROM partly WHERE year < 2003")
+    assert old == [(report.missing,)]
+    query = "SELECT count(*) FROM partly WHERE (embedding IS NULL) <> (year < 2003)"
+    assert execute(postgres, query) == [(0,)]
+    assert roll_back_table(postgres, "partly").missing == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("ALTER TABLE {} ADD title text", "body and title could be --text; name it: --text body"),
+        ("ALTER TABLE {} ADD other vector(3)", "embedding and other could be --vector"),
+        ("ALTER TABLE {} DROP CONSTRAINT {}_pkey", "has not a unique column that is never NULL"),
+        ("ALTER TABLE {} ADD embedding_new int", "has a column 'embedding_new', which no recorded"),
+        (
+            "CREATE VIEW over_{} AS SELECT embedding FROM {}",
+            "rule _RETURN on view over_.* would keep the old vectors; drop it",
+        ),
+        (
+            "CREATE INDEX ON {} USING hnsw ((binary_quantize(embedding)::bit(8)) bit_hamming_ops)",
+            "of the vectors cannot be built for others",
+        ),
+        ('COMMENT ON TABLE {} IS \'dualenc {{"fingerprint": "", "index": null}}\'', "push"),
+        ("ALTER TABLE {} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY", "row security"),
+    ],
+)
+def test_what_cannot_migrate_is_refused(
+    postgres: str, toy_text: Path, change: str, message: str, request: pytest.FixtureRequest
+) -> None:
+    name = f"refused_{abs(hash(request.node.name))}"
+    make_table(postgres, name)
+    execute(postgres, change.format(*[name] * 2))
+    target = postgres
+    if "row security" in message:
+        execute(postgres, f"CREATE ROLE plain LOGIN; ALTER TABLE {name} OWNER TO plain")
+        execute(postgres, "GRANT CREATE ON SCHEMA public TO plain")
+        target = postgres.replace("//me@", "//plain@")
+    before = columns_of(postgres, name)
+    with pytest.raises(DualencError, match=message) as error:
+        migrate(target, name, toy_text)
+    assert "\n" not in str(error.value)
+    assert columns_of(postgres, name) == before
+
+
+def test_another_role_is_refused(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "owned")
+    execute(postgres, "CREATE ROLE guest LOGIN; GRANT ALL ON owned TO guest")
+    with pytest.raises(DualencError, match="belongs to another role; connect as its owner"):
+        migrate(postgres.replace("//me@", "//guest@"), "owned", toy_text)
+    with pytest.raises(DualencError, match="there is no such table"):
+        migrate(postgres, "nowhere", toy_text)
+    with pytest.raises(DualencError, match=r"no column 'bodi' .did you mean body"):
+        migrate(postgres, "owned", toy_text, columns=TableColumnNames(text="bodi"))
+
+
+def test_records_of_somebody_else_are_refused(postgres: str, toy_text: Path) -> None:
+    execute(postgres, "CREATE SCHEMA other; CREATE TABLE other.dualenc_migrations (id int)")
+    make_table(postgres, "moved")
+    execute(postgres, "ALTER TABLE moved SET SCHEMA other")
+    with pytest.raises(DualencError, match="dualenc_migrations was not made by dualenc"):
+        migrate(postgres, "other.moved", toy_text)
+
+
+def test_grants_on_the_column_are_kept(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "shared")
+    execute(postgres, 'CREATE ROLE "A b" LOGIN; GRANT SELECT (id, embedding) ON shared TO "A b"')
+    migrate(postgres, "shared", toy_text)
+    reader = postgres.replace("//me@", "//A%20b@")
+    assert len(execute(reader, "SELECT id, embedding FROM shared")) == 60
+
+
+@pytest.mark.parametrize(
+    ("version", "is_safe"),
+    [("0.8.4", True), ("0.9", True), ("0.10.0", True), ("0.8.3", False), ("0.8", False)],
+)
+def test_versions_whose_vacuum_corrupts_hnsw(version: str, is_safe: bool) -> None:
+    assert (hnsw_problem(version) == "") == is_safe
+
+
+def test_an_old_pgvector_is_refused_for_hnsw_alone(
+    postgres: str, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dualenc.search.engines.postgres_connection import PostgresConnection
+
+    load = PostgresConnection.load_extension
+
+    def older(database: PostgresConnection) -> str:
+        load(database)
+        return "0.8.2"
+
+    monkeypatch.setattr(PostgresConnection, "load_extension", older)
+    make_table(postgres, "older")
+    with pytest.raises(DualencError, match=r"has pgvector 0.8.2, and before 0.8.4 vacuum may"):
+        migrate(postgres, "older", toy_text)
+    make_table(postgres, "older ivf", index="ivfflat", options="WITH (lists = 2)")
+    assert migrate(postgres, "older ivf", toy_text).state == "switched"
+
+
+def test_ids_of_other_types_and_odd_names(postgres: str, toy_text: Path) -> None:
+    name = 'it"s {} 日本'
+    quoted = '"it""s {} 日本"'
+    make_table(postgres, name)
+    for statement in (
+        "ALTER TABLE {} ALTER id TYPE text USING 'id ' || id || '\"'';'",
+        'ALTER TABLE {} RENAME embedding TO "my ""vec"" {{}}"',
+        'ALTER TABLE {} RENAME body TO "select"',
+    ):
+        execute(
+            postgres,
+            statement.format(quoted.replace("{", "{{").replace("}", "}}"))
+            .replace("{{", "{")
+            .replace("}}", "}"),
+        )
+    migrate(postgres, quoted, toy_text)
+    query = f'SELECT count("my ""vec"" {{}}") FROM {quoted}'
+    assert execute(postgres, query) == [(60,)]

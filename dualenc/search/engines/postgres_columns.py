@@ -91,13 +91,13 @@ def find_columns(
         id: name of the column with ids; None takes the primary key, or the only unique column.
         text: name of the column with texts; None takes the only one of its type.
         vector: name of the column with vectors; None takes the only one of its type.
-        own: columns of vectors that an earlier migration has added.
+        own: columns that an earlier migration has added.
 
     Raises:
         DualencError: a column is missing, of another type, or one of several that would fit.
     """
-    columns = read_columns(table)
-    vectors = [c for c in columns if c.type in VECTOR_TYPES and c.name not in own]
+    columns = [column for column in read_columns(table) if column.name not in own]
+    vectors = [c for c in columns if c.type in VECTOR_TYPES]
     ids = [c for c in columns if c.is_unique and c.is_required and c.type in ID_TYPES]
     keys = [c for c in ids if c.is_key]
     found_id = _choose(table, "--id", id, ids, columns, preferred=keys)
@@ -151,12 +151,12 @@ def _choose(
     )
 
 
-def check_migrates(table: PostgresTable, columns: TableColumns) -> None:
-    """Raise unless a table can get a second column of vectors that replaces the first.
+def check_table(table: PostgresTable) -> None:
+    """Raise unless the user can add columns to a table and sees all its rows.
 
     Raises:
         DualencError: it is not a plain table, is filtered by row security, belongs to another role,
-            was pushed by dualenc, or other objects read the column of vectors.
+            or was pushed by dualenc.
     """
     query = """
         SELECT relkind, row_security_active(oid), pg_has_role(relowner, 'USAGE'),
@@ -187,16 +187,10 @@ def check_migrates(table: PostgresTable, columns: TableColumns) -> None:
     for problem, (is_true, remedy) in problems.items():
         if is_true:
             raise DualencError(problem, fix=remedy, where=table.database.location)
-    if others := dependents(table, columns.vector):
-        raise DualencError(
-            f"{', '.join(others)[:200]} would keep the old vectors",
-            fix="drop it, and create it again after the migration",
-            where=table.database.location,
-        )
 
 
-def dependents(table: PostgresTable, column: Column) -> list[str]:
-    """Return what reads a column beside indexes: views, generated columns, constraints."""
+def check_unread(table: PostgresTable, column: Column) -> None:
+    """Raise if views, generated columns or constraints read a column."""
     # They refer to the column by its number, and would follow it when it is renamed.
     query = """
         SELECT DISTINCT pg_describe_object(d.classid, d.objid, d.objsubid) FROM pg_depend d
@@ -206,8 +200,13 @@ def dependents(table: PostgresTable, column: Column) -> list[str]:
         AND d.refobjsubid = %s AND coalesce(c.relkind, '') <> 'i' AND coalesce(n.contype, '') <> 'n'
         ORDER BY 1
     """
-    rows = table.database.run(query, values=[table.quoted, column.number])
-    return [description for (description,) in rows]
+    rows = table.database.run(query, values=[table.quoted, column.number]).fetchall()
+    if others := ", ".join(description for (description,) in rows):
+        raise DualencError(
+            f"{others[:200]} would keep the old vectors",
+            fix="drop it, and create it again after the migration",
+            where=table.database.location,
+        )
 
 
 def row_triggers(table: PostgresTable) -> list[str]:

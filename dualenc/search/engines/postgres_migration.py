@@ -1,8 +1,8 @@
 """A second column of vectors: filled while clients write, then exchanged with the first.
 
-For a column `embedding`, a migration adds `embedding_new` and `embedding_text`, the checksum of the
-text that the new vector belongs to. A row is pending while the checksum differs from that of its
-text, so whatever clients insert or change meanwhile becomes pending by itself. A partial index
+For a column `embedding`, a migration adds `embedding_new` and `embedding_checksum`, the checksum of
+the text that the new vector belongs to. A row is pending while the checksum differs from that of
+its text, so whatever clients insert or change meanwhile becomes pending by itself. A partial index
 holds the pending rows. The exchange renames `embedding` to `embedding_old` and `embedding_new` to
 `embedding`.
 """
@@ -94,7 +94,7 @@ class TableMigration:
         if len(self.checksum.encode()) > MAX_NAME_BYTES:
             raise DualencError(
                 f"column {name!r} has no room for a suffix",
-                fix=f"rename it to at most {MAX_NAME_BYTES - 5} bytes",
+                fix=f"rename it to at most {MAX_NAME_BYTES - 9} bytes",
                 where=table.database.location,
             )
         key = hashlib.sha256(f"{table.quoted} {name}".encode()).hexdigest()[:16]
@@ -383,4 +383,4 @@ class TableMigration:
 
 def own_columns(vector: str) -> tuple[str, str, str]:
     """Return the names of new vectors, old vectors and checksums beside a column of vectors."""
-    return f"{vector}_new", f"{vector}_old", f"{vector}_text"
+    return f"{vector}_new", f"{vector}_old", f"{vector}_checksum"
