@@ -191,6 +191,37 @@ def test_the_same_command_resumes_after_a_kill(
     workflow.finish_table(postgres, table)
 
 
+@pytest.mark.nightly
+def test_thirty_kills_at_random_moments(
+    postgres: str, toy_text: Path, record_property: Callable[[str, object], None]
+) -> None:
+    random = np.random.default_rng(int(os.environ.get("DUALENC_TEST_SEED", "0")))
+    kills = tables = 0
+    while kills < 30:
+        tables += 1
+        table = f"random_kills_{tables}"
+        make_table(postgres, table, 300)
+        status: int | None = -1
+        while status:
+            child = FORK.Process(target=migrate, args=(postgres, table, toy_text))
+            child.start()
+            child.join(random.uniform(0.05, 2.0))
+            child.kill()
+            child.join()
+            status = child.exitcode
+            kills += status == -signal.SIGKILL
+            assert status in (0, -signal.SIGKILL)
+            query = f"SELECT id FROM {table} ORDER BY embedding <=> (SELECT embedding FROM {table} "
+            found = execute(postgres, f"{query} WHERE id = 5) LIMIT 3")
+            assert len(found) == 3
+            execute(postgres, f"UPDATE {table} SET body = 'hen ' || body WHERE id = %s", kills)
+        # Rows that were written after the switch had been made are the clients' own.
+        workflow.roll_back_table(postgres, table)
+        migrate(postgres, table, toy_text)
+        check_vectors(postgres, table, toy_text)
+    record_property("tables", tables)
+
+
 def test_a_build_whose_client_was_killed_does_not_block_the_next(
     postgres: str, toy_text: Path
 ) -> None:

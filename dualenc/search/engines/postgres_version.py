@@ -6,6 +6,7 @@ import re
 
 SAFE_HNSW = (0, 8, 4)
 """Before 0.8.3, vacuum may corrupt an HNSW index; 0.8.4 corrects errors of inserts and vacuums."""
+UPDATE = "install 0.8.4 or later, then ALTER EXTENSION vector UPDATE and REINDEX"
 
 
 def hnsw_problem(version: str) -> str:
@@ -17,6 +18,3 @@ def hnsw_problem(version: str) -> str:
     if numbers >= SAFE_HNSW:
         return ""
     return f"has pgvector {version}, and before 0.8.4 vacuum may corrupt an HNSW index"
-
-
-UPDATE = "install 0.8.4 or later, then ALTER EXTENSION vector UPDATE and REINDEX"
