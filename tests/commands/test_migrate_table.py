@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dualenc.search.engines.postgres_migration import TableMigration
 from dualenc.workflows.migrate_table import migrate_table
 from tests.helpers import toy
 from tests.helpers.migrated_table import embedded, make_table
+from tests.helpers.pages import ROOT, code
 from tests.helpers.postgres_rows import execute
 
 pytestmark = pytest.mark.slow
@@ -74,6 +76,17 @@ def test_refusals(
     assert status == 2
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_the_commands_of_the_page_run(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "docs")
+    lines = "\n".join(code(ROOT / "docs" / "adapt-or-migrate.md", "bash")).splitlines()
+    place = "postgresql://me@localhost/shop"
+    words = [shlex.split(line)[1:] for line in lines if place in line]
+    assert len(words) == 3
+    for command in words:
+        names = {place: postgres, "NEW_MODEL": str(toy_text)}
+        assert main([names.get(word, word) for word in command]) == 0
 
 
 def beir_table(target: str, name: str, folder: Path, old: Path) -> dict[str, str]:

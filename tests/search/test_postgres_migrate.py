@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from dualenc.errors import DualencError
+from dualenc.search.engines.factory import open_engine, push_embeddings
+from dualenc.search.engines.postgres_connection import PostgresConnection
 from dualenc.search.engines.postgres_version import hnsw_problem
 from dualenc.workflows.migrate_table import (
     TableColumnNames,
@@ -18,6 +20,7 @@ from dualenc.workflows.migrate_table import (
 )
 from tests.helpers.migrated_table import OLD_DIM, check_vectors, embedded, make_table
 from tests.helpers.postgres_rows import execute
+from tests.helpers.pushed import embeddings
 
 pytestmark = pytest.mark.slow
 
@@ -229,11 +232,13 @@ def test_versions_whose_vacuum_corrupts_hnsw(version: str, is_safe: bool) -> Non
     assert (hnsw_problem(version) == "") == is_safe
 
 
-def test_an_old_pgvector_is_refused_for_hnsw_alone(
-    postgres: str, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_old_pgvector_is_refused_for_hnsw_alone_and_push_warns(
+    postgres: str,
+    toy_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from dualenc.search.engines.postgres_connection import PostgresConnection
-
     load = PostgresConnection.load_extension
 
     def older(database: PostgresConnection) -> str:
@@ -244,6 +249,10 @@ def test_an_old_pgvector_is_refused_for_hnsw_alone(
     make_table(postgres, "older")
     with pytest.raises(DualencError, match=r"has pgvector 0.8.2, and before 0.8.4 vacuum may"):
         migrate(postgres, "older", toy_text)
+    with caplog.at_level(logging.WARNING):
+        push_embeddings(embeddings(), postgres, "older pushed")[0].save(tmp_path)
+        open_engine(tmp_path)
+    assert caplog.text.count("vacuum may corrupt an HNSW index; install 0.8.4 or later") == 2
     make_table(postgres, "older ivf", index="ivfflat", options="WITH (lists = 2)")
     assert migrate(postgres, "older ivf", toy_text).state == "switched"
 
