@@ -107,7 +107,8 @@ def _print_table_report(report: TableReport) -> None:
 def _describe_table(report: TableReport, table: str) -> str:
     """Return what has become of a table, and the next command."""
     if report.state == "measured":
-        return f"{report.location}: {report.model} is measured, and nothing is changed"
+        measured = report.verdict() if report.systems else "there are too few rows to measure"
+        return f"{report.location}: {report.model}: {measured}; nothing is changed"
     if report.state == "finished":
         return f"{report.location}: all vectors are of {report.model}"
     found = f"{report.location}: searches find the vectors of {report.model} now"

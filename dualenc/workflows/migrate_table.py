@@ -172,7 +172,7 @@ def migrate_table(
                 where=opened.location,
             )
         if record is not None and record.state != FILLING and record.checksum == checksum:
-            return _report(opened, record)
+            return _report(opened, record, missing=step.count_missing())
         is_begun = record is not None and record.state == FILLING
         if record is None or not is_begun:
             old = old_model or (record.model if record is not None else None)
@@ -411,6 +411,7 @@ class _Filling:
             while not self.migration.switch(self._embed, limit, record):
                 limit *= 2
                 self._fill(bar)
+                self.migration.build_indexes()
         if self.left_out:
             message = "%s texts have no vector, which is NULL; the first, %s: %s"
             count = f"{len(self.left_out):,}"
@@ -455,5 +456,5 @@ class _Filling:
         return vectors
 
     def count_missing(self) -> int:
-        """Return the number of rows without a new vector after the switch."""
+        """Return the number of rows without a vector."""
         return self.migration.count_missing(self.opened.columns.vector.name)

@@ -6,11 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from dualenc.errors import DualencError
 from dualenc.search.engines.factory import open_engine, push_embeddings
 from dualenc.search.engines.postgres_connection import PostgresConnection
+from dualenc.search.engines.postgres_migration import TableMigration
+from dualenc.search.engines.postgres_vectors import MAX_DIM
 from dualenc.search.engines.postgres_version import hnsw_problem
 from dualenc.workflows.migrate_table import (
     TableColumnNames,
@@ -275,3 +278,65 @@ def test_ids_of_other_types_and_odd_names(postgres: str, toy_text: Path) -> None
     migrate(postgres, quoted, toy_text)
     query = f'SELECT count("my ""vec"" {{}}") FROM {quoted}'
     assert execute(postgres, query) == [(60,)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_small_tables(postgres: str, toy_text: Path, count: int) -> None:
+    name = f"small_{count}"
+    make_table(postgres, name, count)
+    report = migrate(postgres, name, toy_text)
+    assert len(report.systems) == (2 if count > 1 else 0)
+    assert check_vectors(postgres, name, toy_text) == count if count else True
+
+
+def test_an_index_and_a_view_that_are_made_meanwhile_are_seen(
+    postgres: str, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_table(postgres, "meanwhile")
+    switch = TableMigration.switch
+    change = "CREATE VIEW meanwhile_view AS SELECT embedding FROM meanwhile"
+
+    def later(*arguments: Any) -> bool:
+        execute(postgres, change)
+        return switch(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableMigration, "switch", later)
+        with pytest.raises(DualencError, match="meanwhile_view would keep the old vectors"):
+            migrate(postgres, "meanwhile", toy_text)
+        execute(postgres, "DROP VIEW meanwhile_view")
+        change = "CREATE INDEX IF NOT EXISTS l2 ON meanwhile USING hnsw (embedding vector_l2_ops)"
+        assert migrate(postgres, "meanwhile", toy_text).state == "switched"
+    assert {"l2", "l2_old"} <= indexes(postgres, "meanwhile").keys()
+    assert "(embedding vector_l2_ops)" in indexes(postgres, "meanwhile")["l2"]
+
+
+def test_long_vectors_are_indexed_in_half_precision(
+    postgres: str, toy_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MAX_DIM, "vector", 16)
+    make_table(postgres, "long")
+    migrate(postgres, "long", toy_text)
+    assert (
+        "((embedding)::halfvec(32)) halfvec_cosine_ops" in indexes(postgres, "long")["long_vectors"]
+    )
+    # An index over the cast is copied, too.
+    finish_table(postgres, "long")
+    monkeypatch.undo()
+    execute(postgres, "DELETE FROM dualenc_migrations WHERE table_name = 'long'")
+    migrate(postgres, "long", toy_text)
+    assert "(embedding vector_cosine_ops)" in indexes(postgres, "long")["long_vectors"]
+
+
+def test_pending_rows_are_found_by_the_index(postgres: str, toy_text: Path) -> None:
+    make_table(postgres, "planned", 3000, index="")
+    migrate(postgres, "planned", toy_text, batch_size=256)
+    checksum = "embedding_checksum IS DISTINCT FROM coalesce(md5(body), '')"
+    for query in (
+        f"SELECT count(*) FROM planned WHERE {checksum}",
+        f"SELECT id FROM planned WHERE {checksum} AND id > 5 ORDER BY id LIMIT 9",
+    ):
+        with psycopg.connect(postgres) as connection:
+            connection.execute("SET enable_seqscan = off")
+            plan = connection.execute(f"EXPLAIN {query}").fetchall()  # type: ignore[call-overload]
+        assert "dualenc_pending_" in str(plan), plan

@@ -35,7 +35,8 @@ def only_migration(table: PostgresTable) -> Iterator[None]:
     query = """
         SELECT set_config(name, CASE name WHEN 'client_connection_check_interval' THEN '1s'
         ELSE '0' END, false) FROM pg_settings WHERE name IN
-        ('client_connection_check_interval', 'statement_timeout', 'idle_session_timeout')
+        ('client_connection_check_interval', 'statement_timeout', 'idle_session_timeout',
+        'transaction_timeout', 'idle_in_transaction_session_timeout')
     """
     database.run(query)
     name = f"dualenc migrate {table.quoted}".encode()

@@ -17,13 +17,14 @@ import numpy as np
 from psycopg.sql import SQL, Composable, Composed, Identifier, Literal
 
 from dualenc.errors import DualencError
-from dualenc.search.engines.postgres_columns import TableColumns, read_columns
+from dualenc.search.engines.postgres_columns import TableColumns, check_unread, read_columns
 from dualenc.search.engines.postgres_connection import compose
 from dualenc.search.engines.postgres_filters import where_clause
 from dualenc.search.engines.postgres_index_copies import (
     build,
     create_statement,
     indexes_of,
+    is_valid,
     suffixed,
 )
 from dualenc.search.engines.postgres_locks import exclusively
@@ -132,6 +133,9 @@ class TableMigration:
             self._is_pending,
         )
         build(self.table, self.pending_index, statement)
+        # The planner expects most rows to be pending, and would compute all checksums again, even
+        # while readers wait for the switch.
+        self.table.database.run("SET enable_seqscan = off; SET jit = off")
 
     def check_names(self) -> None:
         """Raise if columns of the names that a migration adds exist without a record."""
@@ -268,7 +272,7 @@ class TableMigration:
     def switch(
         self, embed: Callable[[Sequence[PendingRow]], Vectors], limit: int, record: Migration
     ) -> bool:
-        """Exchange the columns in one transaction, unless too many rows have become pending.
+        """Exchange the columns in one transaction, unless rows are pending or an index is missing.
 
         Args:
             embed: embed the rows that have become pending at the last moment.
@@ -287,7 +291,11 @@ class TableMigration:
                 self.store(rows, embed(rows))
             if self.count_pending():
                 return False
-            names = [i.name for i in indexes_of(self.table, self.columns.vector)]
+            # Somebody may have made views or indexes since the start.
+            check_unread(self.table, self.columns.vector)
+            names = [index.name for index in indexes_of(self.table, self.columns.vector)]
+            if not all(is_valid(self.table, suffixed(name, "_new")) for name in names):
+                return False
             self._rename(self.columns.vector.name, self.old)
             self._rename(self.new, self.columns.vector.name)
             self._rename_indexes(names, "", "_old")
