@@ -162,22 +162,14 @@ def migrate_table(
     """
     with _opened(target, table, columns or TableColumnNames()) as opened:
         encoder = open_model(new_model, ("query-document",), start_processes(device))
-        step = _Filling(opened, encoder, where, batch_size, progress)
-        checksum = tower_checksum(encoder.right)
-        record = opened.record
-        if record is not None and record.state != FINISHED and record.checksum != checksum:
-            raise DualencError(
-                f"a migration to {record.new_model} is under way",
-                fix="resume it with that model, or end it: --finish, or --rollback --discard",
-                where=opened.location,
-            )
-        if record is not None and record.state != FILLING and record.checksum == checksum:
-            return _report(opened, record, missing=step.count_missing())
-        is_begun = record is not None and record.state == FILLING
-        if record is None or not is_begun:
-            old = old_model or (record.model if record is not None else None)
-            sample = TableSample(step.migration, encoder, old, data, batch_size)
-            record = step.new_record(recorded_name(new_model), checksum, old, sample.measure())
+        filling = _Filling(opened, encoder, where, batch_size, progress)
+        record = opened.record_of(tower_checksum(encoder.right))
+        if record is None:
+            old = old_model or (opened.record.model if opened.record is not None else None)
+            sample = TableSample(filling.migration, encoder, old, data, batch_size)
+            record = filling.new_record(recorded_name(new_model), old, sample.measure())
+        elif record.state != FILLING:
+            return _report(opened, record, missing=filling.count_missing())
         report = _report(opened, record, state="measured")
         if on_report is not None:
             on_report(report)
@@ -189,9 +181,9 @@ def migrate_table(
                 fix="choose another model, or go on with --anyway",
                 where=new_model,
             )
-        first = most_retrieved(step.migration, encoder, old_model, queries, batch_size)
-        record = step.run(record, first)
-        return _report(opened, record, missing=step.count_missing())
+        first = most_retrieved(filling.migration, encoder, old_model, queries, batch_size)
+        record = filling.run(record, first)
+        return _report(opened, record, missing=filling.count_missing())
 
 
 def finish_table(
@@ -296,6 +288,23 @@ class _Opened:
         )
         logger.info("%s: %s", self.location, described)
 
+    def record_of(self, checksum: str) -> Migration | None:
+        """Return the record of the migration to a model; None if it has to begin.
+
+        Raises:
+            DualencError: a migration to another model is under way.
+        """
+        record = self.record
+        if record is None or record.checksum == checksum:
+            return record
+        if record.state == FINISHED:
+            return None
+        raise DualencError(
+            f"a migration to {record.new_model} is under way",
+            fix="resume it with that model, or end it: --finish, or --rollback --discard",
+            where=self.location,
+        )
+
     def migration(self, record: Migration, where: Sequence[str] = ()) -> TableMigration:
         """Return the recorded migration."""
         conditions = parse_conditions(where, self.columns.kinds)
@@ -382,9 +391,7 @@ class _Filling:
                 ", ".join(triggers),
             )
 
-    def new_record(
-        self, name: str, checksum: str, old: str | None, measured: dict[str, Any]
-    ) -> Migration:
+    def new_record(self, name: str, old: str | None, measured: dict[str, Any]) -> Migration:
         """Return the record of a migration that begins."""
         old_name = recorded_name(old) if old else UNKNOWN
         notes = {
@@ -393,6 +400,7 @@ class _Filling:
             "is_required": self.opened.columns.vector.is_required,
             **measured,
         }
+        checksum = tower_checksum(self.encoder.right)
         return Migration(old_name, name, checksum, FILLING, notes)
 
     def run(self, record: Migration, first: Sequence[str]) -> Migration:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import psycopg
 import pytest
@@ -126,6 +127,10 @@ def test_not_null_is_kept(postgres: str, toy_text: Path) -> None:
     migrate(postgres, "required", toy_text)
     finish_table(postgres, "required")
     query = "SELECT attnotnull FROM pg_attribute WHERE attrelid = 'required'::regclass"
+    checks = (
+        "SELECT count(*) FROM pg_constraint WHERE conrelid = 'required'::regclass AND contype = 'c'"
+    )
+    assert execute(postgres, checks) == [(0,)]
     assert execute(postgres, f"{query} AND attname = 'embedding'") == [(True,)]
 
 
@@ -185,7 +190,7 @@ def test_rows_outside_of_the_conditions_have_no_vector(postgres: str, toy_text: 
 def test_what_cannot_migrate_is_refused(
     postgres: str, toy_text: Path, change: str, message: str, request: pytest.FixtureRequest
 ) -> None:
-    name = f"refused_{abs(hash(request.node.name))}"
+    name = f"refused_{crc32(request.node.name.encode())}"
     make_table(postgres, name)
     execute(postgres, change.format(*[name] * 2))
     target = postgres

@@ -191,6 +191,53 @@ def test_the_same_command_resumes_after_a_kill(
     workflow.finish_table(postgres, table)
 
 
+def dies_in(target: str, table: str, action: Callable[..., Any], function: str) -> None:
+    """Finish or roll back, and die after a step of it."""
+    original = getattr(TableMigration, function)
+
+    def dying(*arguments: Any) -> None:
+        original(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(TableMigration, function, dying)
+    action(target, table)
+
+
+@pytest.mark.parametrize(
+    ("action", "function"),
+    [
+        (workflow.finish_table, "_require_vectors"),
+        (workflow.finish_table, "_record"),
+        (workflow.roll_back_table, "_rename"),
+        (workflow.roll_back_table, "_record"),
+        (workflow.roll_back_table, "_require_vectors"),
+    ],
+)
+def test_a_killed_end_leaves_the_way_back(
+    postgres: str, toy_text: Path, action: Callable[..., Any], function: str
+) -> None:
+    table = f"ended_{action.__name__}{function}"
+    make_table(postgres, table)
+    execute(postgres, f"ALTER TABLE {table} ALTER embedding SET NOT NULL")
+    rows = f"SELECT id, embedding::text FROM {table} ORDER BY id"
+    before = execute(postgres, rows)
+    migrate(postgres, table, toy_text)
+    child = FORK.Process(target=dies_in, args=(postgres, table, action, function))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
+    workflow.roll_back_table(postgres, table)
+    assert execute(postgres, rows) == before
+    # Clients that know nothing of the new column can write.
+    vector = str([1.0] * OLD_DIM)
+    execute(postgres, f"INSERT INTO {table} (id, body, embedding) VALUES (999, 'ant', %s)", vector)
+    migrate(postgres, table, toy_text)
+    workflow.finish_table(postgres, table)
+    check_vectors(postgres, table, toy_text)
+    with pytest.raises(psycopg.errors.NotNullViolation):
+        execute(postgres, f"INSERT INTO {table} (id, body) VALUES (1000, 'ant')")
+
+
 @pytest.mark.nightly
 def test_thirty_kills_at_random_moments(
     postgres: str, toy_text: Path, record_property: Callable[[str, object], None]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import psycopg
 from psycopg.sql import SQL, Composable, Composed, Identifier, Literal
 
 from dualenc.errors import DualencError
@@ -334,27 +335,55 @@ class TableMigration:
             names = [str(name) for name in record.notes.get("indexes", ())]
             self._rename(self.columns.vector.name, self.new)
             self._rename(self.old, self.columns.vector.name)
+            # What a killed `finish` has left: clients write the old vectors alone from now on.
+            self.table.run("ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}", self._constraint)
+            self.table.run("ALTER TABLE {} ALTER {} DROP NOT NULL", self.new)
             self._rename_indexes(names, "", "_new")
             self._rename_indexes(names, "_old", "")
             # Their old vectors are of other texts. A row that was not filled has no checksum, and
             # its old vector is as it was before.
             self._run("UPDATE {table} SET {vector} = NULL WHERE {pending} AND {stored} IS NOT NULL")
             missing = self.count_missing(self.columns.vector.name)
-            if record.notes.get("is_required"):
-                self._require(self.columns.vector.name)
             old_model = str(record.notes.get("old_model"))
             self._record(record._replace(state=FILLING, model=old_model))
             return missing
 
-        return exclusively(self.table, change)
+        missing = exclusively(self.table, change)
+        if record.notes.get("is_required"):
+            self._require_vectors()
+        return missing
 
-    def _require(self, column: str) -> bool:
-        """Let a column be NOT NULL unless it has a NULL; return whether it is."""
-        query = compose("SELECT EXISTS (SELECT FROM {} WHERE {} IS NULL)", self.table.sql, column)
-        [(has_null,)] = self.table.database.connection.execute(query)
-        if not has_null:
+    @property
+    def _constraint(self) -> str:
+        return f"{self.pending_index}_required"
+
+    def _require_vectors(self) -> bool:
+        """Let the searched column be NOT NULL unless it has a NULL; return whether it is."""
+        column = self.columns.vector.name
+        constraint = self._constraint
+        drop = "ALTER TABLE {} DROP CONSTRAINT IF EXISTS {}"
+        # A constraint that is validated lets readers and writers go on during the scan, and spares
+        # SET NOT NULL its own scan under an exclusive lock.
+        add = "ALTER TABLE {} ADD CONSTRAINT {} CHECK ({} IS NOT NULL) NOT VALID"
+
+        def begin() -> None:
+            self.table.run(drop, constraint)
+            self.table.run(add, constraint, column)
+
+        def end() -> None:
             self.table.run("ALTER TABLE {} ALTER {} SET NOT NULL", column)
-        return not has_null
+            self.table.run(drop, constraint)
+
+        if self.count_missing(column):
+            return False
+        exclusively(self.table, begin)
+        try:
+            self.table.run("ALTER TABLE {} VALIDATE CONSTRAINT {}", constraint)
+        except psycopg.errors.CheckViolation:
+            exclusively(self.table, lambda: self.table.run(drop, constraint))
+            return False
+        exclusively(self.table, end)
+        return True
 
     def discard(self) -> None:
         """Drop the new column, the checksums and the record; the old column stays."""
@@ -373,14 +402,14 @@ class TableMigration:
             Whether the column is NOT NULL if the old one was.
         """
 
-        def change() -> bool:
+        def change() -> None:
             for name in (self.old, self.checksum):
                 self.table.run("ALTER TABLE {} DROP COLUMN IF EXISTS {}", name)
             self._record(record._replace(state=FINISHED))
-            is_required = bool(record.notes.get("is_required"))
-            return not is_required or self._require(self.columns.vector.name)
 
-        return exclusively(self.table, change)
+        is_kept = not record.notes.get("is_required") or self._require_vectors()
+        exclusively(self.table, change)
+        return is_kept
 
     def count_missing(self, column: str) -> int:
         """Return the number of rows without a vector in a column."""
