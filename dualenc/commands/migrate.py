@@ -1,10 +1,11 @@
-"""`dualenc migrate`: change the model of an index."""
+"""`dualenc migrate`: change the model of an index, or of a table of PostgreSQL."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from dualenc.commands.options import BatchSize, refuse_together
+from dualenc.commands.migrate_table import TableOptions, migrate_table
+from dualenc.commands.options import BatchSize, given_options, refuse_together
 from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
 
@@ -25,8 +26,9 @@ def migrate(
     discard: bool = False,
     batch_size: BatchSize = 32,
     device: str | None = None,
+    options: TableOptions,
 ) -> None:
-    """Change the model of an index: measure first, then embed its documents again.
+    """Change the model of an index or a table: measure first, then embed its documents again.
 
     A sample is embedded with the new model, and maps between the two spaces are learned from it.
     The report compares the old model, candidates, mapped vectors and the new model. Then documents
@@ -36,8 +38,11 @@ def migrate(
     embedded. The same command resumes an interrupted migration. Until it ends, the index takes no
     other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
+    A table of PostgreSQL gets a second column of vectors, which is filled and indexed while clients
+    read and write, and then takes the place of the first in a short transaction.
+
     Args:
-        index: an index of texts.
+        index: an index of texts, or postgresql://user@host/database with --table.
         new_model: model folder or name, of kind query-document.
         data: the documents, unless the index keeps their texts (`dualenc index --texts`); by
             default what the index was made of. With a BEIR folder that has test judgements the
@@ -53,6 +58,9 @@ def migrate(
         batch_size: texts per forward pass.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
+    if options.finish:
+        others = {"--report-only": report_only, "--anyway": anyway, "--rollback": rollback}
+        refuse_together("--finish", {**others, "--data": data, "--queries": queries})
     if rollback:
         others = {"--report-only": report_only, "--anyway": anyway}
         refuse_together("--rollback", {**others, "--data": data, "--queries": queries})
@@ -64,9 +72,20 @@ def migrate(
             "--discard removes what a migration has embedded",
             fix="give it with --rollback, or leave it out",
         )
-    if new_model is None and not rollback:
+    if new_model is None and not rollback and not options.finish:
         raise DualencError(
             "dualenc migrate needs a model", fix="name it: dualenc migrate INDEX NEW_MODEL"
+        )
+    settings: dict[str, Any] = {"data": data, "queries": queries, "report_only": report_only}
+    settings |= {"anyway": anyway, "batch_size": batch_size, "device": device}
+    if "://" in index:
+        migrate_table(index, new_model, options, settings, rollback=rollback, discard=discard)
+        return
+    given = [option for option, is_given in given_options(options).items() if is_given]
+    if given:
+        raise DualencError(
+            f"{given[0]} is of a table of PostgreSQL",
+            fix="leave it out, or name postgresql://user@host/database in place of INDEX",
         )
     from dualenc.workflows import migrate_model
 
@@ -77,12 +96,7 @@ def migrate(
     report = migrate_model.migrate(
         index,
         new_model,
-        data=data,
-        queries=queries,
-        report_only=report_only,
-        anyway=anyway,
-        batch_size=batch_size,
-        device=device,
+        **settings,
         # Shown before the documents are embedded, which may take hours.
         on_report=_print_report,
     )

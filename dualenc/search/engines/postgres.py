@@ -7,6 +7,7 @@ complete.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,12 +37,20 @@ from dualenc.search.engines.postgres_settings import (
     set_settings,
 )
 from dualenc.search.engines.postgres_swap import check_droppable, drop_abandoned, replace_table
-from dualenc.search.engines.postgres_table import COMMENT, PostgresTable, parse_comment
+from dualenc.search.engines.postgres_table import (
+    COMMENT,
+    PostgresTable,
+    find_schema,
+    parse_comment,
+)
 from dualenc.search.engines.postgres_url import connection_of, without_secrets
 from dualenc.search.engines.postgres_vectors import MAX_DIM, VALUE_TYPES, VectorColumn
+from dualenc.search.engines.postgres_version import UPDATE, hnsw_problem
 from dualenc.search.engines.pushed_folder import AGAIN, ENTRIES, read_pushed
 from dualenc.search.where import Condition
 from dualenc.types import StrPath
+
+logger = logging.getLogger("dualenc.search")
 
 
 class PostgresIndex(Engine):
@@ -87,27 +96,8 @@ class PostgresIndex(Engine):
             is_indexed=self.index != "none",
         )
         with self.database.one_line_errors():
-            schema = schema or self._schema_in_path()
+            schema = schema or find_schema(self.database, self.name)
         self.table = PostgresTable(self.database, schema, self.name)
-
-    def _schema_in_path(self) -> str:
-        """Return the schema of the search path that has the table, or would get a new one."""
-        query = """
-            SELECT coalesce((
-                SELECT nspname
-                FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
-                JOIN pg_namespace n ON nspname = schema JOIN pg_class ON relnamespace = n.oid
-                WHERE relname = %s ORDER BY place LIMIT 1
-            ), current_schema())
-        """
-        [(schema,)] = self.database.run(query, values=[self.name])
-        if schema is None:
-            raise DualencError(
-                "no schema of the search path exists",
-                fix=f"write SCHEMA.{self.name}",
-                where=self.location,
-            )
-        return str(schema)
 
     @property
     def filled_table(self) -> PostgresTable:
@@ -182,8 +172,15 @@ class PostgresIndex(Engine):
             raise DualencError(
                 f"has pgvector {version}, and 0.8 is needed", fix="update it", where=self.location
             )
+        self._warn_of_version(version)
         self.filled_table.create(self.vector_column, self.stored_kinds)
         self._write_state({"rows": 0, "index": None, "for": self.name})
+
+    def _warn_of_version(self, version: str) -> None:
+        """Log a warning if the installed pgvector may corrupt the index."""
+        problem = hnsw_problem(version)
+        if problem and self.index == "hnsw":
+            logger.warning("%s: %s; %s", self.location, problem, UPDATE)
 
     def _check_schema(self) -> None:
         """Raise if the schema does not exist; earlier versions took the dot as part of the name."""
@@ -239,6 +236,11 @@ class PostgresIndex(Engine):
 
     def swap(self) -> None:
         replace_table(self.table, self.filled_table)
+
+    def _check_opened(self, folder: StrPath) -> None:
+        super()._check_opened(folder)
+        with self.database.one_line_errors():
+            self._warn_of_version(self.database.load_extension())
 
     def _identity(self, recorded: Provenance) -> list[Any]:
         reached = recorded.updated(target=connection_of(recorded.target))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 from psycopg.sql import SQL, Composed, Identifier, Literal
 
+from dualenc.errors import DualencError
 from dualenc.search.engines.engine import State
 from dualenc.search.engines.postgres_connection import PostgresConnection, compose
 from dualenc.search.engines.postgres_vectors import VectorColumn
@@ -83,6 +84,26 @@ class PostgresTable(NamedTuple):
         # A comment is part of the transaction, of a dump, and of the table when it is renamed.
         comment = COMMENT + json.dumps(state)
         self.run("COMMENT ON TABLE {} IS {}", Literal(comment))
+
+
+def find_schema(database: PostgresConnection, name: str) -> str:
+    """Return the schema of the search path that has a table, or would get a new one."""
+    query = """
+        SELECT coalesce((
+            SELECT nspname
+            FROM unnest(current_schemas(false)) WITH ORDINALITY path(schema, place)
+            JOIN pg_namespace n ON nspname = schema JOIN pg_class ON relnamespace = n.oid
+            WHERE relname = %s ORDER BY place LIMIT 1
+        ), current_schema())
+    """
+    [(schema,)] = database.run(query, values=[name])
+    if schema is None:
+        raise DualencError(
+            "no schema of the search path exists",
+            fix=f"write SCHEMA.{name}",
+            where=database.location,
+        )
+    return str(schema)
 
 
 def parse_comment(comment: str | None) -> State | None:

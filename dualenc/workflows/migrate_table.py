@@ -1,0 +1,468 @@
+"""Change the model of a PostgreSQL table: measure, fill a second column, index it, and switch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from dualenc.encoders import DualEncoder
+from dualenc.errors import DualencError
+from dualenc.evaluation import migration_measures as measures
+from dualenc.evaluation.report_page import Table
+from dualenc.search.embed.encode import tower_checksum
+from dualenc.search.engines.engine import RESUME
+from dualenc.search.engines.postgres_columns import (
+    check_table,
+    check_unread,
+    find_columns,
+    row_triggers,
+)
+from dualenc.search.engines.postgres_connection import PostgresConnection
+from dualenc.search.engines.postgres_index_copies import check_dim, indexes_of
+from dualenc.search.engines.postgres_locks import only_migration
+from dualenc.search.engines.postgres_migration import (
+    PendingRow,
+    TableMigration,
+    Vectors,
+    own_columns,
+)
+from dualenc.search.engines.postgres_migrations import (
+    FILLING,
+    FINISHED,
+    SWITCHED,
+    Migration,
+    read_migrations,
+)
+from dualenc.search.engines.postgres_names import check_name, parse_name, written_name
+from dualenc.search.engines.postgres_table import PostgresTable, find_schema
+from dualenc.search.engines.postgres_url import without_secrets
+from dualenc.search.engines.postgres_version import UPDATE, hnsw_problem
+from dualenc.search.where import parse_conditions
+from dualenc.workflows.measure_table import TableSample, most_retrieved
+from dualenc.workflows.session import open_model, recorded_name, start_processes
+from dualenc.workflows.text_vectors import text_vectors
+
+logger = logging.getLogger("dualenc.workflows")
+
+ROWS_AT_ONCE = 4
+"""Rows of a transaction, in batches of the model."""
+UNKNOWN = "the old model"
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """Measurements of a table's migration on a sample, and how far it has come.
+
+        report = migrate_table("postgresql://me@localhost/db", "docs", "new-model")
+        print(report.state, report.missing)
+
+    Attributes:
+        location: database and table, without credentials.
+        state: "measured" if nothing was changed, "switched" if searches find the new vectors and
+            the old ones are kept, "finished" if these are gone.
+        model: the new model.
+        old_model: the model of the old vectors.
+        facts: columns and counts.
+        systems: a row per model: mean of each metric with its 95% interval.
+        missing: number of rows without a vector: NULL or blank texts, and rows outside of `where`.
+    """
+
+    location: str
+    state: Literal["measured", "switched", "finished"]
+    model: str
+    old_model: str
+    facts: dict[str, Any] = field(default_factory=dict)
+    systems: Sequence[dict[str, Any]] = ()
+    missing: int = 0
+
+    def is_worse(self) -> bool:
+        """Return True if the new model finds significantly less than the old one."""
+        return bool(self.systems) and measures.is_below(self.systems, measures.NEW)
+
+    def verdict(self) -> str:
+        """Return how the new model compares with the old one on the sample."""
+        return measures.verdict(self.systems)
+
+    def table(self) -> Table:
+        """Return the measurements as a table with a caption."""
+        return Table("On the sample [95 % interval]", measures.table_rows(self.systems))
+
+
+@dataclass(frozen=True)
+class TableColumnNames:
+    """Names of the columns of a table; None finds them by their types.
+
+    Attributes:
+        id: unique ids.
+        text: texts.
+        vector: vectors of the old model.
+    """
+
+    id: str | None = None
+    text: str | None = None
+    vector: str | None = None
+
+
+def migrate_table(
+    target: str,
+    table: str,
+    new_model: str,
+    *,
+    columns: TableColumnNames | None = None,
+    old_model: str | None = None,
+    where: Sequence[str] = (),
+    data: str | None = None,
+    queries: str | None = None,
+    report_only: bool = False,
+    anyway: bool = False,
+    batch_size: int = 32,
+    device: str | None = None,
+    progress: bool = True,
+    on_report: Callable[[TableReport], None] | None = None,
+) -> TableReport:
+    """Start or resume the change of a table's vectors to a new model, while clients use the table.
+
+    A second column is filled and indexed beside the old one, and both are exchanged in a short
+    transaction. Same as `dualenc migrate postgresql://…`.
+
+        report = migrate_table("postgresql://me@localhost/db", "docs", "new-model")
+        finish_table("postgresql://me@localhost/db", "docs")
+
+    Args:
+        target: postgresql://user@host/database. The password comes from the URL, PGPASSWORD or
+            ~/.pgpass.
+        table: table or schema.table.
+        new_model: model folder or name, of kind query-document.
+        columns: names of the columns, where their types leave a choice.
+        old_model: model of the old vectors, to measure with judged queries and to order by past
+            queries.
+        where: conditions on the rows that get new vectors, such as "year>=2020".
+        data: BEIR folder with test judgements of these rows, to measure nDCG@10 with.
+        queries: table of past queries: rows that they find most often are filled first.
+        report_only: stop after the measurements.
+        anyway: continue even if the new model finds significantly less than the old one.
+        batch_size: texts per forward pass.
+        device: name of the device; None takes a GPU if there is one.
+        progress: show a progress bar.
+        on_report: function that gets the report before rows are filled, which may take hours.
+
+    Returns:
+        The measurements and the state of the table.
+
+    Raises:
+        DualencError: the table cannot migrate, another migration is under way, or the new model
+            finds significantly less.
+    """
+    with _opened(target, table, columns or TableColumnNames()) as opened:
+        encoder = open_model(new_model, ("query-document",), start_processes(device))
+        filling = _Filling(opened, encoder, where, batch_size, progress)
+        record = opened.record_of(tower_checksum(encoder.right))
+        if record is None:
+            old = old_model or (opened.record.model if opened.record is not None else None)
+            sample = TableSample(filling.migration, encoder, old, data, batch_size)
+            record = filling.new_record(recorded_name(new_model), old, sample.measure())
+        elif record.state != FILLING:
+            return _report(opened, record, missing=filling.count_missing())
+        report = _report(opened, record, state="measured")
+        if on_report is not None:
+            on_report(report)
+        if report_only:
+            return report
+        if report.is_worse() and not anyway:
+            raise DualencError(
+                "finds significantly less than the old model",
+                fix="choose another model, or go on with --anyway",
+                where=new_model,
+            )
+        first = most_retrieved(filling.migration, encoder, old_model, queries, batch_size)
+        record = filling.run(record, first)
+        return _report(opened, record, missing=filling.count_missing())
+
+
+def finish_table(
+    target: str, table: str, *, columns: TableColumnNames | None = None
+) -> TableReport:
+    """Drop the old vectors of a table after the switch; no rollback is left.
+
+    Args:
+        target: postgresql://user@host/database.
+        table: table or schema.table.
+        columns: names of the columns, where their types leave a choice.
+
+    Returns:
+        The state of the table.
+
+    Raises:
+        DualencError: the table has not been switched.
+    """
+    with _opened(target, table, columns or TableColumnNames()) as opened:
+        record = _recorded(opened)
+        if record.state == FILLING:
+            raise DualencError(
+                f"the vectors of {record.new_model} are not searched yet",
+                fix=f"resume the migration: dualenc migrate … {record.new_model}",
+                where=opened.location,
+            )
+        migration = opened.migration(record)
+        if record.state == SWITCHED and not migration.finish(record):
+            logger.warning(
+                "%s: %s was NOT NULL, and has rows without a vector now: it takes NULL",
+                opened.location,
+                opened.columns.vector.name,
+            )
+        missing = migration.count_missing(opened.columns.vector.name)
+        return _report(opened, record._replace(state=FINISHED), missing=missing)
+
+
+@dataclass(frozen=True)
+class TableRolledBack:
+    """What a rollback has changed.
+
+    Attributes:
+        location: database and table, without credentials.
+        model: the model that was to replace the old one.
+        switched: whether searches found its vectors, and find the old ones again.
+        discarded: whether its vectors were dropped.
+        missing: number of rows without an old vector, if `switched`.
+    """
+
+    location: str
+    model: str
+    switched: bool
+    discarded: bool
+    missing: int
+
+
+def roll_back_table(
+    target: str, table: str, *, columns: TableColumnNames | None = None, discard: bool = False
+) -> TableRolledBack:
+    """Put the old vectors of a table back, in a short transaction.
+
+    Args:
+        target: postgresql://user@host/database.
+        table: table or schema.table.
+        columns: names of the columns, where their types leave a choice.
+        discard: drop the new vectors; otherwise another migration resumes with them.
+
+    Returns:
+        What was changed.
+
+    Raises:
+        DualencError: no migration is under way, or its old vectors are gone.
+    """
+    with _opened(target, table, columns or TableColumnNames()) as opened:
+        record = _recorded(opened)
+        if record.state == FINISHED:
+            raise DualencError(
+                "the old vectors are gone", fix="migrate to the old model", where=opened.location
+            )
+        migration = opened.migration(record)
+        is_switched = record.state == SWITCHED
+        missing = migration.switch_back(record) if is_switched else 0
+        if discard:
+            migration.discard()
+        return TableRolledBack(opened.location, record.new_model, is_switched, discard, missing)
+
+
+class _Opened:
+    """A table whose migration lock is held, its columns, and its recorded migration."""
+
+    def __init__(self, table: PostgresTable, names: TableColumnNames) -> None:
+        self.table = table
+        self.location = table.database.location
+        check_table(table)
+        records = read_migrations(table)
+        own = [name for vector in records for name in own_columns(vector)]
+        self.columns = find_columns(table, names.id, names.text, names.vector, own)
+        self.record = records.get(self.columns.vector.name)
+        described = ", ".join(
+            f"{role} {column.name} ({column.type})"
+            for role, column in zip(("id", "text", "vector"), self.columns[:3])
+        )
+        logger.info("%s: %s", self.location, described)
+
+    def record_of(self, checksum: str) -> Migration | None:
+        """Return the record of the migration to a model; None if it has to begin.
+
+        Raises:
+            DualencError: a migration to another model is under way.
+        """
+        record = self.record
+        if record is None or record.checksum == checksum:
+            return record
+        if record.state == FINISHED:
+            return None
+        raise DualencError(
+            f"a migration to {record.new_model} is under way",
+            fix="resume it with that model, or end it: --finish, or --rollback --discard",
+            where=self.location,
+        )
+
+    def migration(self, record: Migration, where: Sequence[str] = ()) -> TableMigration:
+        """Return the recorded migration."""
+        conditions = parse_conditions(where, self.columns.kinds)
+        return TableMigration(self.table, self.columns, record.notes["dim"], conditions)
+
+
+@contextmanager
+def _opened(target: str, table: str, names: TableColumnNames) -> Iterator[_Opened]:
+    """Connect, and hold the lock of the table's migration."""
+    parts = parse_name(table)
+    for part in parts.values():
+        check_name(part)
+    schema, name = parts.get("schema", ""), parts["collection"]
+    location = f"{without_secrets(target)} {written_name(schema, name)!r}"
+    database = PostgresConnection(target, location)
+    with database.connection, database.one_line_errors(RESUME):
+        opened = PostgresTable(database, schema or find_schema(database, name), name)
+        query = "SELECT to_regclass(%s)"
+        if database.run(query, values=[opened.quoted]).fetchone() == (None,):
+            raise DualencError("there is no such table", fix="name it: --table", where=location)
+        with only_migration(opened):
+            yield _Opened(opened, names)
+
+
+def _recorded(opened: _Opened) -> Migration:
+    if opened.record is None:
+        raise DualencError(
+            "no migration is under way", fix="name the column: --vector", where=opened.location
+        )
+    return opened.record
+
+
+def _report(
+    opened: _Opened, record: Migration, *, state: str = "", missing: int = 0
+) -> TableReport:
+    """Return the report of a recorded migration."""
+    return TableReport(
+        opened.location,
+        state or record.state,  # type: ignore[arg-type]
+        record.new_model,
+        record.notes.get("old_model", UNKNOWN),
+        record.notes.get("facts", {}),
+        record.notes.get("systems", ()),
+        missing,
+    )
+
+
+class _Filling:
+    """The steps that give a table its new vectors."""
+
+    def __init__(
+        self,
+        opened: _Opened,
+        encoder: DualEncoder,
+        where: Sequence[str],
+        batch_size: int,
+        progress: bool,
+    ) -> None:
+        self.opened = opened
+        self.encoder = encoder
+        self.batch_size = batch_size
+        self.progress = progress
+        self.left_out: dict[str, str] = {}
+        conditions = parse_conditions(where, opened.columns.kinds)
+        self.migration = TableMigration(opened.table, opened.columns, encoder.right.dim, conditions)
+        if opened.record is None or opened.record.state == FINISHED:
+            self.migration.check_names()
+        if opened.record is None or opened.record.state != SWITCHED:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise unless the table, its indexes and the installed pgvector allow a migration."""
+        table, columns = self.opened.table, self.opened.columns
+        check_unread(table, columns.vector)
+        indexes = indexes_of(table, columns.vector)
+        check_dim(table, columns.vector.type, self.migration.dim, indexes)
+        problem = hnsw_problem(table.database.load_extension())
+        if problem and any(index.kind == "hnsw" for index in indexes):
+            raise DualencError(problem, fix=UPDATE, where=self.opened.location)
+        if triggers := row_triggers(table):
+            logger.warning(
+                "%s: its triggers run for each filled row: %s",
+                self.opened.location,
+                ", ".join(triggers),
+            )
+
+    def new_record(self, name: str, old: str | None, measured: dict[str, Any]) -> Migration:
+        """Return the record of a migration that begins."""
+        old_name = recorded_name(old) if old else UNKNOWN
+        notes = {
+            "dim": self.migration.dim,
+            "old_model": old_name,
+            "is_required": self.opened.columns.vector.is_required,
+            **measured,
+        }
+        checksum = tower_checksum(self.encoder.right)
+        return Migration(old_name, name, checksum, FILLING, notes)
+
+    def run(self, record: Migration, first: Sequence[str]) -> Migration:
+        """Fill, index and switch; each step continues what a killed run has left."""
+        self.migration.start(record)
+        with self._bar() as bar:
+            size = ROWS_AT_ONCE * self.batch_size
+            for start in range(0, len(first), size):
+                self._store(self.migration.pending(size, ids=first[start : start + size]), bar)
+            self._fill(bar)
+            self.migration.build_indexes()
+            limit = self.batch_size
+            self._fill(bar)
+            # Rows that become pending between a pass and the lock are embedded under it; ever more
+            # of them are allowed, so that a busy table gets there too.
+            while not self.migration.switch(self._embed, limit, record):
+                limit *= 2
+                self._fill(bar)
+                self.migration.build_indexes()
+        if self.left_out:
+            message = "%s texts have no vector, which is NULL; the first, %s: %s"
+            count = f"{len(self.left_out):,}"
+            logger.warning(message, count, *next(iter(self.left_out.items())))
+        return record._replace(state=SWITCHED, model=record.new_model)
+
+    def _bar(self) -> tqdm:
+        total = self.migration.count_pending()
+        return tqdm(total=total, desc="migrate", unit=" rows", disable=not self.progress)
+
+    def _fill(self, bar: tqdm) -> None:
+        """Store the vectors of pending rows until passes over the table find no fewer of them."""
+        before = None
+        while True:
+            found = stored = 0
+            after = None
+            while rows := self.migration.pending(ROWS_AT_ONCE * self.batch_size, after):
+                found += len(rows)
+                stored += self._store(rows, bar)
+                after = rows[-1].id
+            if found <= self.batch_size or (stored and before is not None and found >= before):
+                return
+            before = found
+            if not stored:
+                # Clients hold all of them: give way.
+                time.sleep(0.2)
+
+    def _store(self, rows: Sequence[PendingRow], bar: tqdm) -> int:
+        # Embedded outside of a transaction, which must be short.
+        stored = self.migration.store(rows, self._embed(rows)) if rows else 0
+        bar.update(stored)
+        return stored
+
+    def _embed(self, rows: Sequence[PendingRow]) -> Vectors:
+        """Return the vectors of rows, None for texts without one."""
+        vectors: list[np.ndarray | None] = []
+        texts = [row.text for row in rows]
+        for row, found in zip(rows, text_vectors(self.encoder.right, texts, self.batch_size)):
+            vectors.append(None if isinstance(found, str) else found)
+            if isinstance(found, str):
+                self.left_out[row.id] = found
+        return vectors
+
+    def count_missing(self) -> int:
+        """Return the number of rows without a vector."""
+        return self.migration.count_missing(self.opened.columns.vector.name)

@@ -1,0 +1,53 @@
+"""Vectors of texts of which some cannot be embedded: NULL, blank, or without known words."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+
+from dualenc.data import Corpus
+from dualenc.encoders import Tower
+from dualenc.errors import BadSample
+from dualenc.search.embed.encode import embed
+
+
+def text_vectors(
+    tower: Tower, texts: Sequence[str | None], batch_size: int = 32
+) -> list[np.ndarray | str]:
+    """Return the vector (D,) of each text, or the reason why it has none.
+
+    Args:
+        tower: tower of texts.
+        texts: n texts; None for NULL.
+        batch_size: texts per forward pass.
+    """
+    found: list[np.ndarray | str] = ["its text is NULL or blank"] * len(texts)
+    usable = [(row, text) for row, text in enumerate(texts) if text and not _is_blank(text)]
+    vectors = _embedded(tower, [text for _, text in usable], batch_size)
+    for (row, _), vector in zip(usable, vectors):
+        found[row] = vector
+    return found
+
+
+def _embedded(tower: Tower, texts: Sequence[str], batch_size: int) -> list[np.ndarray | str]:
+    """Embed texts that are not blank; a text without a vector is found by halves."""
+    if not texts:
+        return []
+    corpus = Corpus([str(row) for row in range(len(texts))], texts)
+    try:
+        found = embed(tower, corpus, batch_size=batch_size, on_error="raise", progress=False)
+        return list(np.asarray(found.vectors))
+    except BadSample as error:
+        if len(texts) == 1:
+            return [str(error)]
+    half = len(texts) // 2
+    parts = (texts[:half], texts[half:])
+    return [vector for part in parts for vector in _embedded(tower, part, batch_size)]
+
+
+def _is_blank(text: str) -> bool:
+    """Return True for a text of nothing but spaces, controls and invisible characters."""
+    kinds = (unicodedata.category(character) for character in text)
+    return all(kind[0] == "Z" or kind in ("Cc", "Cf") for kind in kinds)
