@@ -31,7 +31,7 @@ import frame
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from adapting_task import ids_of, new_map, open_judged, scores_of, train_map, write_judged
+from adapting_task import ids_of, new_map, open_judged, scores_of, train_map, unit, write_judged
 from frame import Outcome, Settings, Store
 from rows import sizes_of
 from tasks import vector_pairs
@@ -61,11 +61,6 @@ class Log(NamedTuple):
     documents: Embeddings
     train: PairDataset
     test: PairDataset
-
-
-def unit(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors (N, D) scaled to length one."""
-    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def open_log(data: Path, vectors: Path, name: str, seed: int) -> Log:

@@ -81,6 +81,11 @@ def open_judged(data: Path, vectors: Path, name: str, in_memory: bool = False) -
     return Judged(documents, Corpus(queries.ids, VectorItems(queries.vectors), "vector"), qrels)
 
 
+def unit(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors (N, D) scaled to length one."""
+    return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+
+
 def new_map(documents: Embeddings, tower: TowerKind = "dense") -> VectorEncoder:
     """Return a map of queries that changes nothing yet."""
     return VectorEncoder(documents.dim, tower=tower, right_tower="identity")

@@ -98,8 +98,8 @@ def short(folder: Path, out: Path, words: int = 64, documents: int | None = None
 
     Documents of test pairs stay, and others are drawn from those of the training pairs.
     """
-    files = {file.name: file for file in (folder / "qrels").glob("*.tsv")}
-    judged = {name: file.read_text("utf-8").splitlines() for name, file in files.items()}
+    files = (folder / "qrels").glob("*.tsv")
+    judged = {file.name: file.read_text("utf-8").splitlines() for file in files}
     corpus = [json.loads(line) for line in (folder / "corpus.jsonl").open(encoding="utf-8")]
     ids = {row["_id"] for row in corpus}
     if documents is not None:
@@ -115,11 +115,10 @@ def short(folder: Path, out: Path, words: int = 64, documents: int | None = None
         kept = [line for line in lines if line.split("\t")[1] in ids]
         (out / "qrels" / name).write_text("\n".join([header, *kept, ""]), encoding="utf-8")
     shutil.copy(folder / "queries.jsonl", out)
-    with (out / "corpus.jsonl").open("w", encoding="utf-8") as file:
-        for row in corpus:
-            if row["_id"] in ids:
-                row["text"] = " ".join(row["text"].split()[:words])
-                file.write(json.dumps(row) + "\n")
+    kept = [row for row in corpus if row["_id"] in ids]
+    texts = [{**row, "text": " ".join(row["text"].split()[:words])} for row in kept]
+    lines = "".join(json.dumps(row) + "\n" for row in texts)
+    (out / "corpus.jsonl").write_text(lines, encoding="utf-8")
 
 
 def project(model: str, out: Path, dim: int = 256, seed: int = 0) -> None:

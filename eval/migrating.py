@@ -1,108 +1,246 @@
-"""What do mapped vectors find, compared with embedding again? `dualenc migrate` over all documents.
+"""Which way from the vectors of one model to those of another finds most, before all are embedded?
 
-    python eval/migrating.py measure OLD_MODEL NEW_MODEL FOLDER WORK
+    python eval/migrating.py run DATA VECTORS "[scifact,cranfield]" "[minilm,e5,l3]"
     python eval/migrating.py report
 
-FOLDER is a BEIR folder with a test split; WORK keeps the embeddings for the next run. The maps are
-learned as the command learns them, from 2 % of the documents, at least 2,000, which are themselves
-mapped by a map that was learned without them. Documents that the old model finds most often for
-queries of other splits, or else for the sample, are new first. "share" is of the new model's
-nDCG@10.
+DATA/NAME is a BEIR folder, and VECTORS/MODEL/NAME/{corpus,queries} is what `dualenc embed` made of
+its sides. Between each two models, maps are learned from so many documents and applied to the old
+vectors of all; those that a map is learned from are mapped by one that was learned without them, as
+`dualenc migrate` does. Queries are the new model's. "Centered" subtracts the mean document of
+either model from documents and queries. "Candidates" are the documents nearest by the old model,
+in the order of the new one. nDCG@10 is of the test queries over all documents, or over samples as
+the report of `dualenc migrate` draws them, which should forecast the differences over all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
+import frame
 import numpy as np
-from frame import RESULTS, Outcome, Settings, Store, command_line
-from make_data import project
-from toys import beir, text_model
+from adapting_task import Judged, open_judged, unit, write_judged
+from frame import Outcome, Settings, Store
+from sklearn.cluster import KMeans
+from sklearn.neural_network import MLPRegressor
 
-from dualenc.data import open_corpus
-from dualenc.data.readers.beir import read_beir
-from dualenc.encoders import load_model
-from dualenc.evaluation import migration_measures as measures
+from dualenc.data.store.items import rows_of
+from dualenc.evaluation.metrics import Qrels, Run, paired_bootstrap, score_queries
 from dualenc.evaluation.report_page import Table, print_table
-from dualenc.search import Index
-from dualenc.search.embed.encode import embed
-from dualenc.search.migration.maps import fit, folds, out_of_fold
-from dualenc.search.migration.stages import order_by_hits, sample_rows
+from dualenc.evaluation.retrieval import retrieve
+from dualenc.search.exact_search import exact_search
+from dualenc.search.migration.maps import FOLDS, fit, folds
+from dualenc.search.migration.stages import sample_rows
 
-STORE = RESULTS / "migrating.jsonl"
-SHARE, OF_NEW = "share", "recall of the new model's 10"
-
-
-def measure(
-    old_model: str, new_model: str, folder: Path, work: Path, results: Path = STORE
-) -> None:
-    """Measure old, mapped and new vectors."""
-    old, new = (Path(model).resolve().parent.name for model in (old_model, new_model))
-
-    def run(settings: Settings) -> Outcome:
-        return compare(old_model, new_model, folder, work, settings["seed"])
-
-    Store(results).get([{"data": folder.name, "old": old, "new": new, "seed": 0}], run)
+STORE = frame.RESULTS / "migrating.jsonl"
+PAIRS, CANDIDATES, CLUSTERS = (500, 1000, 2000, 4000), (50, 200), 8
+OLD, NEW, OF_OLD, CENTERED = "old model", "new model", "candidates", ", centered"
+SEEDS, DRAWS = 3, 20
+Map = Callable[[np.ndarray], np.ndarray]
 
 
-def compare(old_model: str, new_model: str, folder: Path, work: Path, seed: int) -> Outcome:
-    """Return the quality of each system; `seed` is that of sample and folds."""
-    collection, queries = read_beir(folder), open_corpus(folder, part="queries")
-    vectors = []
-    for path in (old_model, new_model):
-        model = load_model(path)
-        for side, corpus in (("right", collection.corpus), ("left", queries)):
-            out = work / f"{folder.name}-{Path(path).resolve().parent.name}-{side}"
-            embedded = embed(model.tower(side), corpus, out, identity={"side": side})
-            vectors.append(np.asarray(embedded.vectors[:], np.float32))
-    old, old_queries, new, new_queries = vectors
-    rows = sample_rows(len(old), np.zeros(0, np.int64), seed)
-    mapped = fit(old[rows], new[rows])(old)
-    mapped[rows] = out_of_fold(old[rows], new[rows], folds(len(rows), seed))
-    tests = [queries.ids.index(name) for name in collection.queries.ids]
-    others = np.delete(old_queries, tests, axis=0)
-    order = order_by_hits(Index.build(old, factory="Flat"), others if len(others) else old[rows])
-    sample = measures.Sample(old, new, mapped, np.argsort(order), len(old))
-    own = new_queries[tests]
-    mapped_back = fit(new[rows], old[rows])(own)
-    systems = measures.compared(sample, old_queries[tests], mapped_back, own)
-    ids = collection.queries.ids, collection.corpus.ids
-    scores = measures.judged_scores(systems, *ids, collection.qrels)
-    # Among neighbors, the truth is what the new model finds; no query is a document.
-    neighbors = measures.neighbour_scores(systems, np.full(len(own), -1))
-    means = [scores[system]["ndcg@10"].mean() for system in systems]
-    whole = scores[measures.NEW]["ndcg@10"].mean()
+def rotation(x: np.ndarray, y: np.ndarray) -> Map:
+    """Return the rotation with the least squared error (Schönemann 1966, Psychometrika 31)."""
+    left, _, right = np.linalg.svd(x.T @ y, full_matrices=False)
+    return lambda vectors: vectors @ (left @ right)
+
+
+def moved_rotation(x: np.ndarray, y: np.ndarray) -> Map:
+    """Return the rotation around the means."""
+    turn = rotation(x - x.mean(axis=0), y - y.mean(axis=0))
+    return lambda vectors: turn(vectors - x.mean(axis=0)) + y.mean(axis=0)
+
+
+def rotations(x: np.ndarray, y: np.ndarray) -> Map:
+    """Return a rotation around the means for each cluster of old vectors."""
+    clusters = KMeans(CLUSTERS, n_init=1, random_state=0).fit(x)
+    # A cluster with few documents would fit them alone.
+    turns = [
+        moved_rotation(x[own], y[own]) if own.sum() >= x.shape[1] else moved_rotation(x, y)
+        for own in (clusters.labels_ == number for number in range(CLUSTERS))
+    ]
+
+    def apply(vectors: np.ndarray) -> np.ndarray:
+        label = clusters.predict(vectors)
+        return np.choose(label[:, None], [turn(vectors) for turn in turns])
+
+    return apply
+
+
+def perceptron(x: np.ndarray, y: np.ndarray) -> Map:
+    """Return a perceptron of what ridge regression leaves, until held-out pairs do not improve."""
+    ridge = fit(x, y)
+    net = MLPRegressor(hidden_layer_sizes=(512,), early_stopping=True, max_iter=100, random_state=0)
+    net.fit(x, y - ridge(x))
+    return lambda vectors: ridge(vectors) + net.predict(vectors)
+
+
+MAPS: dict[str, Callable[[np.ndarray, np.ndarray], Map]] = {
+    "ridge": fit,
+    "rotation": rotation,
+    "rotation around the means": moved_rotation,
+    "rotations of 8 clusters": rotations,
+    "perceptron": perceptron,
+}
+
+
+def mapped(
+    learn: Callable[[np.ndarray, np.ndarray], Map], x: np.ndarray, y: np.ndarray, rows: np.ndarray
+) -> np.ndarray:
+    """Return all x (N, D) mapped by pairs in rows (K,), and these by maps learned without them."""
+    vectors = unit(learn(x[rows], y[rows])(x)).astype(np.float32)
+    fold = folds(len(rows))
+    for number in range(FOLDS):
+        used, left_out = rows[fold != number], rows[fold == number]
+        vectors[left_out] = unit(learn(x[used], y[used])(x[left_out]))
+    return vectors
+
+
+@dataclass
+class Change:
+    """Test queries and N documents in the spaces of two models, and judgments of the queries."""
+
+    ids: list[str]
+    old: np.ndarray
+    new: np.ndarray
+    old_queries: np.ndarray
+    new_queries: np.ndarray
+    qrels: Qrels
+
+    @classmethod
+    def between(cls, old: Judged, new: Judged) -> Change:
+        """Return the test queries and documents of both models."""
+        qrels = new.qrels["test"]
+        rows = rows_of(new.queries.ids, list(qrels))
+        queries = [side.queries.items.matrix[rows] for side in (old, new)]
+        return cls(new.documents.ids, old.documents.vectors, new.documents.vectors, *queries, qrels)
+
+    def sample(self, seed: int) -> Change:
+        """Return the documents that the report of `dualenc migrate` measures."""
+        judged = [own for grades in self.qrels.values() for own in grades]
+        rows = sample_rows(len(self.ids), np.flatnonzero(np.isin(self.ids, judged)), seed)
+        ids = [self.ids[row] for row in rows.tolist()]
+        return replace(self, ids=ids, old=self.old[rows], new=self.new[rows])
+
+    def scores(self, way: str, settings: Settings) -> np.ndarray:
+        """Return nDCG@10 (Q,) of a way."""
+        queries, documents = self.new_queries, self.new
+        if way == OLD:
+            queries, documents = self.old_queries, self.old
+        elif way == OF_OLD:
+            # What the old model finds, in the order of the new one.
+            near = exact_search(self.old_queries, self.old, settings["candidates"])[1]  # (Q, K)
+            scores = np.einsum("qd,qkd->qk", queries, documents[near])
+            named = [[self.ids[row] for row in rows] for rows in near.tolist()]
+            own = (
+                dict(zip(*pair, strict=True)) for pair in zip(named, scores.tolist(), strict=True)
+            )
+            return ndcg(self.qrels, dict(zip(self.qrels, own, strict=True)))
+        elif way != NEW:
+            rows = np.random.default_rng(settings["seed"]).permutation(len(self.ids))
+            rows = rows[: settings["pairs"]]
+            documents = mapped(MAPS[way.removesuffix(CENTERED)], self.old, self.new, rows)
+            if way.endswith(CENTERED):
+                queries = unit(queries - self.new[rows].mean(axis=0))
+                documents = unit(documents - documents.mean(axis=0))
+        return ndcg(self.qrels, retrieve(list(self.qrels), queries, self.ids, documents, depth=10))
+
+
+def ndcg(qrels: Qrels, run: Run) -> np.ndarray:
+    """Return nDCG@10 (Q,) of results."""
+    return np.array([own["ndcg@10"] for own in score_queries(qrels, run, [10]).values()])
+
+
+def measure(open_model: Callable[[str, str], Judged], settings: Settings) -> Outcome:
+    """Return nDCG@10 of a way, its share of the new model's and its difference from both models."""
+    sides = (open_model(settings[own], settings["data"]) for own in ("old", "new"))
+    change = Change.between(*sides)
+    if "sample" in settings:
+        change = change.sample(settings["seed"])
+    old, new, found = (change.scores(way, settings) for way in (OLD, NEW, settings["way"]))
+    differences = (paired_bootstrap(end, found) for end in (old, new))
+    over_old, over_new = ([round(float(value), 4) for value in own] for own in differences)
     return {
-        "pairs": len(rows),
-        "systems": measures.summarize(scores),
-        SHARE: [float(mean / whole) for mean in means],
-        OF_NEW: [float(neighbors[system]["recall@10"].mean()) for system in systems],
+        "ndcg@10": round(float(found.mean()), 4),
+        "of the new": round(float(found.mean() / new.mean()), 4),
+        "over the old": over_old,
+        "over the new": over_new,
     }
 
 
-def report(results: Path = STORE) -> None:
-    """Print a table of each run."""
-    for settings, outcome, _ in Store(results).runs:
-        cells = measures.table_rows(outcome["systems"])
-        for cell, share, recall in zip(cells, outcome[SHARE], outcome[OF_NEW], strict=True):
-            cell |= {SHARE: share, OF_NEW: recall}
+def run(
+    data: Path, vectors: Path, tasks: list[str], models: list[str], pairs: Sequence[int] = PAIRS
+) -> None:
+    """Measure every way between every two models on every task."""
+    open_model = cache(lambda model, name: open_judged(data, vectors / model, name, True))
+    wanted: list[Settings] = []
+    for name in tasks:
+        size = len(open_model(models[0], name).documents)
+        for old, new in ((old, new) for old in models for new in models if old != new):
+            common = {"data": name, "old": old, "new": new}
+            wanted += [{**common, "way": way} for way in (OLD, NEW)]
+            wanted += [{**common, "way": OF_OLD, "candidates": own} for own in CANDIDATES]
+            wanted += [
+                {**common, **way, "sample": True, "seed": seed}
+                for way in ({"way": NEW}, {"way": OF_OLD, "candidates": CANDIDATES[-1]})
+                for seed in range(DRAWS)
+            ]
+            wanted += [
+                {**common, "way": way + centered, "pairs": own, "seed": seed}
+                for own in pairs
+                if own < size
+                for way in MAPS
+                for centered in ("", CENTERED)
+                for seed in range(SEEDS if way != "perceptron" else 1)
+            ]
+    Store(STORE).get(wanted, partial(measure, open_model))
+
+
+def report() -> None:
+    """Print a table of each two models and task."""
+    tables: dict[str, list[dict[str, object]]] = {}
+    runs = Store(STORE).runs
+    for own in frame.by_seed(runs):
+        settings, outcomes = own[0].settings, [each.outcome for each in own]
         title = "{data}, {old} → {new}".format(**settings)
-        print_table(Table(f"{title}, map of {outcome['pairs']:,} pairs", cells))
+        whole = {name: value for name, value in settings.items() if name not in ("sample", "seed")}
+        row = {"way": settings["way"], "from": settings.get("pairs", settings.get("candidates"))}
+        row["nDCG@10"] = frame.spread([each["ndcg@10"] for each in outcomes])
+        row["of the new"] = round(float(np.mean([each["of the new"] for each in outcomes])), 3)
+        for end in ("old", "new"):
+            row[f"over the {end}"] = "{:+.3f} [{:+.3f}, {:+.3f}]".format(
+                *np.mean([each[f"over the {end}"] for each in outcomes], axis=0)
+            )
+        if "sample" in settings:
+            # How often the interval of a sample holds the difference over all documents.
+            truth = next(each.outcome for each in runs if each.settings == whole)["over the old"][0]
+            ends = [each["over the old"][1:] for each in outcomes]
+            row["held"] = f"{sum(low <= truth <= high for low, high in ends)} of {len(ends)}"
+            title += ", on samples"
+        tables.setdefault(title, []).append(row)
+    for title, rows in tables.items():
+        print_table(Table(title, rows))
 
 
 def check(folder: Path) -> None:
-    """Migrate to a linear image of a model: mapped documents find nearly all of its ten."""
-    old, new = text_model(folder / "old" / "model"), folder / "new" / "model"
-    project(str(old), new, dim=48)
-    store = folder / "runs.jsonl"
-    measure(str(old), str(new), beir(folder / "toy", 300), folder / "work", results=store)
-    [run] = Store(store).runs
-    found = run.outcome[OF_NEW]
-    assert len(found) == 7
-    assert min(found[2:]) > 0.9
-    assert run.outcome[SHARE][-1] == found[-1] == 1
-    report(store)
+    """Turn all vectors: every map turns them back, and candidates find what the new model does."""
+    globals().update(STORE=folder / "runs.jsonl", SEEDS=1, DRAWS=2, CANDIDATES=(20,))
+    draw = np.random.default_rng(0)
+    documents = unit(draw.standard_normal((300, 8)))
+    turn = np.linalg.qr(draw.standard_normal((8, 8)))[0]
+    queries = unit(documents[:40] + 0.1 * draw.standard_normal((40, 8)))
+    splits = {"test": np.stack([np.arange(40), np.arange(40)], axis=1)}
+    for name, by in (("old", np.eye(8)), ("new", turn)):
+        made = write_judged(folder / name, documents @ by, queries @ by, splits)
+        (folder / "vectors").mkdir(exist_ok=True)
+        made[1].rename(folder / "vectors" / name)
+    run(made[0], folder / "vectors", ["toy"], ["old", "new"], [200])
+    for each in Store(STORE).runs:
+        assert each.outcome["of the new"] > 0.95, each
+    report()
 
 
 if __name__ == "__main__":
-    command_line(measure, report, check=check)
+    frame.command_line(run, report, check=check)
