@@ -598,6 +598,14 @@ def _save(run: _Run, adapted: DualEncoder, share: float, of: str) -> str:
     return f"{run.checksum[:16]}, {state} after as before"
 
 
+def _replacement_facts(side: QuerySide) -> dict[str, object]:
+    """Return which model replaces that of the index, and where its training begins."""
+    if side.texts is None:
+        return {}
+    start = "this model with a linear map, fitted on texts of documents, to the stored vectors"
+    return {"replaces the model of the index": side.model, "original": start}
+
+
 def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
     """Return the settings and counts of a training."""
     settings = run.trainings.settings
@@ -616,7 +624,7 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
         "documents in pairs": len(run.document_ids),
         "folds": len(run.clicked.folds),
         "trained": run.side.trained,
-        **({} if run.side.texts is None else {"replaces the model of the index": run.side.model}),
+        **_replacement_facts(run.side),
         "objective": (f"FrozenCorpus, {temperature}, batches of {settings.batch_size}, {weights}"),
         "steps on all pairs": steps,
         "seed": settings.seed,

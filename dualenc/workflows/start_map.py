@@ -20,7 +20,7 @@ from dualenc.search.migration.maps import LinearMap, fit
 
 MAX_SENTENCES = 20_000
 """Maximum number of documents whose first sentences are queries."""
-MAX_FITTED = 10_000
+MAX_FITTED = 5_000
 """Maximum number of documents that the map is fitted on."""
 MAX_CHARACTERS = 300
 """Length to which first sentences are cut."""
@@ -40,8 +40,9 @@ def first_sentences(texts: Sequence[str], seed: int = 0) -> tuple[list[str], np.
     sentences, rows = [], []
     for row in np.sort(drawn).tolist():
         found = _SENTENCE.match(texts[row])
-        if found is not None:
-            sentences.append(" ".join(found[1][:MAX_CHARACTERS].split()))
+        sentence = "" if found is None else " ".join(found[1][:MAX_CHARACTERS].split())
+        if sentence:
+            sentences.append(sentence)
             rows.append(row)
     return sentences, np.array(rows, dtype=np.int64)
 
