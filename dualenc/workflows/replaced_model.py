@@ -15,14 +15,21 @@ from dualenc.data.corpus import Corpus
 from dualenc.data.item_lists import Joined
 from dualenc.data.logs.click_log import ClickLog
 from dualenc.data.store.vector_shards import Embeddings
+from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.encoders.load import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.index.open import Index, is_index
 from dualenc.search.texts import TextStore, has_texts
+from dualenc.types import Side
 from dualenc.workflows.adaptation_log import LearnedLog, log_rows
 from dualenc.workflows.start_map import first_sentences
+
+NUM_COMPARED = 16
+"""Number of texts that are embedded to see whether a model made the vectors of an index."""
+SAME_MODEL = 0.9
+"""Median cosine similarity from which it did. Vectors of another model are far below."""
 
 
 def texts_without_model(
@@ -30,8 +37,8 @@ def texts_without_model(
 ) -> Sequence[str] | None:
     """Return the texts (N,) of an index if its model is replaced by another one; else None.
 
-    Without a log it always is. With a log, it is if `model` has other weights than those that the
-    index records, or another size, and the index keeps its texts.
+    Without a log it always is. With a log, it is if the index keeps its texts, and `model` has
+    other weights than those that the index records; or if none are recorded, gives other vectors.
 
     Args:
         source: folder of the index.
@@ -54,20 +61,36 @@ def texts_without_model(
             fix=f"add them with `dualenc index {source} DATA --texts`, or name a log",
             where=source,
         )
-    if has_log and (model is None or not keeps_texts or _is_own(model, documents)):
+    if has_log and (model is None or not keeps_texts):
         return None
-    return TextStore(source, Index.open(source).items_checksum).texts
+    texts = TextStore(source, Index.open(source).items_checksum).texts
+    if has_log and model is not None and _made(load_model(model), documents, texts):
+        return None
+    return texts
 
 
-def _is_own(model: str, documents: Embeddings) -> bool:
-    """Return True unless a model has other weights or another size than an index records."""
-    encoder = load_model(model)
-    recorded = documents.provenance.model_checksum
+def _made(encoder: DualEncoder, documents: Embeddings, texts: Sequence[str]) -> bool:
+    """Return True if a model made the vectors of an index, by their record or a few texts."""
     if isinstance(encoder, IndexEncoder):
         return True
-    if recorded is None:
-        return encoder.dim >= documents.dim
-    return tower_checksum(encoder.tower(documents.provenance.side or "right")) == recorded
+    side: Side = documents.provenance.side or "right"
+    recorded = documents.provenance.model_checksum
+    if recorded is not None:
+        return tower_checksum(encoder.tower(side)) == recorded
+    if encoder.tower(side).modality != "text" or encoder.dim < documents.dim:
+        return False
+    sample = [texts[row] for row in range(min(len(texts), NUM_COMPARED))]
+    vectors = _unit(encoder.encode(sample, side)[:, : documents.dim])
+    stored = _unit(np.asarray(documents.vectors[: len(sample)], np.float32))
+    # Another prompt or longer texts change some of the vectors, another model all of them.
+    return bool(np.median((vectors * stored).sum(axis=1)) >= SAME_MODEL)
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Return vectors (n, D) scaled to length one; zero stays zero."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: np.ndarray = vectors / np.where(lengths == 0, 1, lengths)
+    return scaled
 
 
 def log_of_sentences(texts: Sequence[str], seed: int = 0) -> ClickLog:
