@@ -73,7 +73,7 @@ class LogOptions:
         weights: weights of actions, such as click=1 cart=2 purchase=5; by default 1 for all.
         click_model: JSON file with known propensities, in place of those estimated from the log.
         split: split of a BEIR folder, a folder of tables or a hub name.
-        model: model of the index, if it has moved.
+        model: model of the index, if it has moved; or another text model, if it is gone.
         test: BEIR folder whose test queries are measured too, over the documents of the index.
         second: BEIR folder of another task whose test queries are measured too, to see what the
             model forgets.
@@ -112,6 +112,9 @@ def adapt(
     index: `dualenc search INDEX --model OUT/model "…"`. The report compares nDCG@10 with the
     original model for held-out queries whose documents are in no training pair, and for others.
 
+    If the model of the index is gone, --model names another text model: its queries learn to find
+    the vectors of the index, from the texts that it keeps, with logs or without.
+
     Args:
         index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push`
             wrote.
@@ -128,8 +131,6 @@ def adapt(
     from dualenc import distributed
     from dualenc.workflows import adapt_queries
 
-    if not logs:
-        raise DualencError("no log is named", fix="give a table of clicks, or a folder of logs")
     read = {**vars(columns), "weights": _weights(columns.weights)}
     result = adapt_queries.adapt(
         index,

@@ -33,6 +33,8 @@ def index(
     build: BuildOptions,
     bm25: bool = False,
     texts: bool = False,
+    ids: str | None = None,
+    model: str | None = None,
     side: Literal["left", "right"] | None = None,
     items: SourceOptions,
     batch_size: BatchSize = 32,
@@ -41,7 +43,7 @@ def index(
     remove: Annotated[str | None, Hidden] = None,
     verify: Annotated[bool, Hidden] = False,
 ) -> None:
-    """Build a FAISS index from EMBEDDINGS, or from MODEL and DATA.
+    """Build a FAISS index from EMBEDDINGS, a FILE of vectors, or MODEL and DATA.
 
     Prints recall@10 against exact search and the latency of a query. If half of the memory does not
     hold the codes that refine an index, these are stored in a separate file.
@@ -50,13 +52,21 @@ def index(
     that BM25 can follow `dualenc append` and `dualenc remove`. `dualenc index INDEX [DATA] --bm25
     --texts` adds them to an index.
 
+    FILE is a FAISS file or a .npy matrix that other software wrote: `dualenc index vectors.npy
+    texts.parquet --out index --texts`. Row i of the table describes vector i, unless the vectors
+    have ids: those in a FAISS file, or of --ids.
+
     Args:
-        source: folder of embeddings, model folder or name; with --bm25 or --texts also an index.
-        data: data to embed with a model: BEIR folder, folder of images, table, tars, or hub name.
+        source: folder of embeddings, FAISS file, .npy matrix, model folder or name; with --bm25 or
+            --texts also an index.
+        data: data to embed with a model: BEIR folder, folder of images, table, tars, or hub name;
+            with FILE the texts of its vectors, with their ids and --columns.
         out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
         bm25: index the words of the texts beside the vectors.
         texts: keep the whole texts beside the vectors, for `dualenc append`, `dualenc remove` and
             `dualenc migrate`.
+        ids: ids of the vectors of FILE: .txt with an id per line, .npy, or a table (--id-column).
+        model: name of the model that made the vectors of FILE, to be recorded.
         side: side of the model, left or right; by default documents, or the side that encodes what
             the data holds.
         batch_size: items per forward pass.
@@ -64,7 +74,7 @@ def index(
     """
     # Both before the import of the workflow, so that these mistakes are reported at once.
     _refuse_old_flags(append, remove, verify)
-    _check_together(data, out, build, side, items, reads_texts=bm25 or texts)
+    _check_together(data, out, build, side, items, reads_texts=bm25 or texts, ids=ids)
     from dualenc.workflows import build_index
 
     result = build_index.index(
@@ -73,6 +83,8 @@ def index(
         out=out,
         bm25=bm25,
         texts=texts,
+        ids=ids,
+        model=model,
         side=side,
         batch_size=batch_size,
         device=device,
@@ -102,12 +114,16 @@ def _check_together(
     items: SourceOptions,
     *,
     reads_texts: bool,
+    ids: str | None,
 ) -> None:
     """Raise if options would be ignored."""
     if out is None:
-        refuse_together("an index without --out", {"--side": side, **given_options(build)})
+        added = {"--side": side, "--ids": ids, **given_options(build)}
+        refuse_together("an index without --out", added)
     if data is None:
         reading = {} if reads_texts else given_options(items)
+        if ids is not None:
+            reading.pop("--id-column", None)
         refuse_together("EMBEDDINGS without DATA", {"--side": side, **reading})
 
 

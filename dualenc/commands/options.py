@@ -109,7 +109,7 @@ class BuildOptions:
     Args:
         factory: auto, or any FAISS factory string such as Flat, HNSW32, IVF1024,Flat or
             OPQ32,IVF4096,PQ32.
-        metric: cosine, or ip for the inner product.
+        metric: cosine, or ip for the inner product; by default that of a FAISS file, or cosine.
         dim: number of components of the vectors to index; queries are cut likewise. By default
             all.
         memory: memory for building and searching, such as 2GiB; by default that of the machine.
@@ -119,7 +119,7 @@ class BuildOptions:
     """
 
     factory: str = "auto"
-    metric: Literal["cosine", "ip"] = "cosine"
+    metric: Literal["cosine", "ip"] | None = None
     dim: PositiveInt | None = None
     memory: str | None = None
     target_recall: NormFloat = 0.95

@@ -22,7 +22,7 @@ from dualenc import distributed
 from dualenc.data.bad_rows import BadRows
 from dualenc.data.readers.beir import read_corpus
 from dualenc.data.readers.detect import detect
-from dualenc.data.readers.vectors import load_npy
+from dualenc.data.readers.vectors import load_npy, refuse_vector_file
 from dualenc.data.store.identity import digest_of
 from dualenc.data.store.vector_shards import Embeddings, ShardedVectors, is_embeddings
 from dualenc.errors import DualencError
@@ -108,6 +108,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
             f"open_documents: source is {source!r}", fix="name an index or embeddings"
         )
     source = Path(source)
+    refuse_vector_file(source)
     with ExitStack() as stack:
         # An engine stays open until its vectors are copied, hence the stack.
         documents, is_ready = _open(source, stack)
@@ -147,6 +148,7 @@ def fingerprint(source: str | Path) -> str:
     """
     refuse_url(source)
     source = Path(source)
+    refuse_vector_file(source)
     if is_pushed(source):
         # Opening compares the fingerprint in meta.json with the one in the collection.
         open_engine(source).close()
@@ -190,7 +192,7 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         about = opened.provenance
         is_ready = about.metric == "cosine" or about.output == "embedding"
         documents = _index_documents(opened, source)
-        _check_agreement(opened, documents, source)
+        check_agreement(opened, documents.vectors, source)
         return documents, is_ready
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
@@ -221,23 +223,45 @@ def _index_documents(index: Index, source: Path) -> Embeddings:
     return Embeddings(index.ids, vectors, about, index.snippets, index.columns)
 
 
-def _check_agreement(index: Index, documents: Embeddings, source: Path) -> None:
+def inner_products(vectors: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """Return the inner products (n,) of vectors (n, D) with a query (D,)."""
+    products: np.ndarray = vectors @ query
+    return products
+
+
+def check_agreement(
+    index: Index,
+    decoded: ReadRows,
+    source: Path,
+    similarity: Callable[[np.ndarray, np.ndarray], np.ndarray] = inner_products,
+) -> None:
     """Raise if the decoded vectors do not reproduce the ranking of the index's own searches.
 
-    For a sample of vectors as queries, scores of a search are compared with inner products of
+    For a sample of vectors as queries, scores of a search are compared with similarities of
     decoded vectors, up to a factor and a constant per query, which change no ranking.
+
+    Args:
+        index: the index.
+        decoded: (N, D) its vectors.
+        source: path of the index, for the error.
+        similarity: similarity (n,) of vectors (n, D) and a query (D,) that searches compute.
+
+    Raises:
+        DualencError: the index searches other vectors than it gives back.
     """
     rows = np.unique(np.linspace(0, len(index) - 1, CHECKED_ROWS).astype(int))
-    vectors = documents.vectors[rows]
+    vectors = decoded[rows]
+    is_finite = np.isfinite(vectors).all(axis=1)
+    rows, vectors = rows[is_finite], vectors[is_finite]
     squares, residuals = 0.0, 0.0
     for row, query in zip(rows, as_queries(vectors, index.dim, index.provenance.metric)):
         scores, results = index.search_rows(query, min(CHECKED_RESULTS, len(index)))
         # Leave out the query's own row, whose score would dominate the spread.
-        is_other = (results[0] >= 0) & (results[0] != row)
+        is_other = (results[0] >= 0) & (results[0] != row) & np.isfinite(scores[0])
         searched = scores[0][is_other].astype(np.float64)
-        decoded = documents.vectors[results[0][is_other]]
-        products = (decoded @ query).astype(np.float64)
-        rounding = SAME_SCORE * np.linalg.norm(query) * np.linalg.norm(decoded, axis=1)
+        found = decoded[results[0][is_other]]
+        products = similarity(found, query).astype(np.float64)
+        rounding = SAME_SCORE * np.linalg.norm(query) * np.linalg.norm(found, axis=1)
         if not len(searched) or (np.abs(searched - products) <= rounding).all():
             continue
         searched -= searched.mean()

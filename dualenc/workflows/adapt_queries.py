@@ -86,6 +86,11 @@ from dualenc.workflows.previous_run import (
     check_previous,
     is_unfinished,
 )
+from dualenc.workflows.replaced_model import (
+    log_of_sentences,
+    texts_without_model,
+    with_sentences,
+)
 from dualenc.workflows.result_folder import check_result_folder
 from dualenc.workflows.session import start_processes, writing
 from dualenc.workflows.trained_pairs import RECORD, Seen, TrainedPairs
@@ -99,7 +104,7 @@ documents alike, costs new documents: with it, the choice lowers them on SciFact
 
 def adapt(
     index: str,
-    clicks: StrPath | Sequence[StrPath],
+    clicks: StrPath | Sequence[StrPath] = (),
     *,
     out: StrPath,
     train: Trained = "perceptron",
@@ -144,7 +149,8 @@ def adapt(
         index: FAISS index, folder of embeddings, BEIR folder of vectors, or what `dualenc push`
             wrote.
         clicks: one log or several: clicks, impressions, events, results lists, UBI, scores of a
-            teacher, or a BEIR folder; see `dualenc.data.logs.open_log`.
+            teacher, or a BEIR folder; see `dualenc.data.logs.open_log`. None is needed if `model`
+            replaces the model of the index, which is gone.
         out: folder to write: model, training, metrics.json, report.html.
         train: what is trained: a "perceptron" or "linear" map of query vectors (seconds), adapters
             of the text model ("lora") or "all" of it (minutes).
@@ -176,7 +182,9 @@ def adapt(
         click_model: JSON file with known propensities, see `KnownPropensities.read`; None estimates
             them from the log.
         split: split of a BEIR folder, a folder of tables or a hub name.
-        model: model folder or name, if the index's model has moved.
+        model: model folder or name, if the index's model has moved; or another text model, if it is
+            gone and the index keeps its texts: then queries of that model are trained, on the first
+            sentences of the texts, too.
         test: BEIR folder whose test queries are measured too, over the documents of the index.
         second: BEIR folder of another task whose test queries are measured, to see what is
             forgotten.
@@ -220,7 +228,17 @@ def adapt(
             impressions=impressions_column,
             weight=weight_column,
         )
-        log = open_log(clicks, documents, columns=columns, weights=weights, split=split)
+        has_log = isinstance(clicks, str | Path) or bool(clicks)
+        texts = texts_without_model(index, documents, model, has_log=has_log)
+        if texts is not None:
+            _check_replacement(start_from, second)
+        known = None if click_model is None else KnownPropensities.read(click_model)
+        log = None
+        if has_log:
+            log = open_log(clicks, documents, columns=columns, weights=weights, split=split)
+        if texts is not None:
+            log = _log_with_sentences(log, texts, documents, known, seed)
+        assert log is not None
         logger.info("%s", log.finding)
         side = QuerySide(
             documents,
@@ -231,10 +249,10 @@ def adapt(
             work=work,
             device=chosen,
             progress=progress,
+            texts=texts,
         )
         previous = None if start_from is None else PreviousRun.open(start_from, side)
         seen = None if previous is None else Seen(previous.record, log.queries, documents)
-        known = None if click_model is None else KnownPropensities.read(click_model)
         learned = learn_log(with_inputs(log, side), documents, known)
         later = last_tenth(learned, documents, seed, seen)
         # What measures the model of the earlier part has no part in the choice either.
@@ -300,6 +318,31 @@ def _check_start(start_from: StrPath | None, folder: Path, train: Trained) -> No
             "--from is the output itself", fix="name an earlier run, or another --out", where=folder
         )
     check_previous(start_from, train)
+
+
+def _check_replacement(start_from: StrPath | None, second: str | None) -> None:
+    """Raise for options that need the model of the index, which is gone."""
+    given = {"--from": start_from, "--second": second}
+    for name, value in given.items():
+        if value is not None:
+            raise DualencError(
+                f"{name} needs the model of the index, and --model names another one",
+                fix="leave it out",
+            )
+
+
+def _log_with_sentences(
+    log: ClickLog | None,
+    texts: Sequence[str],
+    documents: Embeddings,
+    known: KnownPropensities | None,
+    seed: int,
+) -> ClickLog:
+    """Return first sentences as queries for their documents, beside what a log says is relevant."""
+    sentences = log_of_sentences(texts, seed)
+    if log is None:
+        return sentences
+    return with_sentences(learn_log(log, documents, known), log.queries, sentences)
 
 
 def _unseen(seen: Seen | None, learned: LearnedLog, later: LastTenth | None) -> list[str]:
@@ -555,6 +598,14 @@ def _save(run: _Run, adapted: DualEncoder, share: float, of: str) -> str:
     return f"{run.checksum[:16]}, {state} after as before"
 
 
+def _replacement_facts(side: QuerySide) -> dict[str, object]:
+    """Return which model replaces that of the index, and where its training begins."""
+    if side.texts is None:
+        return {}
+    start = "this model with a linear map, fitted on texts of documents, to the stored vectors"
+    return {"replaces the model of the index": side.model, "original": start}
+
+
 def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
     """Return the settings and counts of a training."""
     settings = run.trainings.settings
@@ -573,6 +624,7 @@ def _facts(run: _Run, choice: Choice, steps: int) -> dict[str, object]:
         "documents in pairs": len(run.document_ids),
         "folds": len(run.clicked.folds),
         "trained": run.side.trained,
+        **_replacement_facts(run.side),
         "objective": (f"FrozenCorpus, {temperature}, batches of {settings.batch_size}, {weights}"),
         "steps on all pairs": steps,
         "seed": settings.seed,

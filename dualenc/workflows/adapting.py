@@ -18,7 +18,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.image import ImageEncoder
 from dualenc.encoders.image_text import ImageTextEncoder, add_clip_adapters
-from dualenc.encoders.index_encoder import IndexEncoder, interpolate
+from dualenc.encoders.index_encoder import IndexEncoder, interpolate, with_map
 from dualenc.encoders.load import load_model
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import TowerKind, VectorEncoder, VectorTower
@@ -29,6 +29,7 @@ from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.types import Modality, OnError
 from dualenc.workflows.session import report_skipped
+from dualenc.workflows.start_map import start_map
 
 Trained = Literal["perceptron", "linear", "lora", "all"]
 """The trained part: a map of query vectors, adapters of the query tower, or the whole tower."""
@@ -67,9 +68,13 @@ class QuerySide:
         work: folder for query vectors.
         device: device to compute on.
         progress: show progress bars.
+        texts: (N,) texts of the documents, if `model` is to replace the model of the index; then
+            training begins at a linear map from its vectors of texts to those of the documents.
 
     Attributes:
-        encoder: model of the index; None if queries are vectors.
+        encoder: model of the index, or the one that replaces it, with the map; None if queries are
+            vectors.
+        start: that map; None for the model of the index.
 
     Raises:
         DualencError: the model is missing or did not build the index, or queries of this
@@ -85,7 +90,9 @@ class QuerySide:
     work: Path
     device: torch.device
     progress: bool = True
+    texts: Sequence[str] | None = None
     encoder: DualEncoder | None = field(default=None, init=False)
+    start: VectorTower | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.modality != "vector":
@@ -111,6 +118,8 @@ class QuerySide:
                 f"is of kind {model.kind}; only models of texts or images can be adapted",
                 where=self.model,
             )
+        if self.texts is not None:
+            return self._replacement(model)
         if self.modality not in takes:
             raise DualencError(
                 f"queries are {self.modality}s, and the model of the index takes "
@@ -126,6 +135,19 @@ class QuerySide:
             )
         check_encoder(model, self.documents.provenance, self.documents.dim, self.source)
         return model
+
+    def _replacement(self, model: DualEncoder) -> TextEncoder:
+        """Return another model, followed by a linear map into the space of the documents."""
+        assert self.texts is not None
+        if not isinstance(model, TextEncoder) or self.modality != "text":
+            raise DualencError(
+                f"is of kind {model.kind}, over {self.modality} queries; only a text model can "
+                "replace that of an index",
+                where=self.model,
+            )
+        start = start_map(model, self.texts, self.documents, self.work, progress=self.progress)
+        self.start = start.to(self.device)
+        return with_map(model, self.start)
 
     def _queries(self, encoder: DualEncoder, mapping: VectorTower | None = None) -> IndexEncoder:
         """Return the query side of a model, with a map if one is given."""
@@ -176,6 +198,8 @@ class QuerySide:
         if self.trained == "lora" and isinstance(encoder, TextEncoder):
             # Adapters are added when a text model is opened, so open it again.
             encoder = TextEncoder(self.model, lora_rank=LORA_RANK)
+            if self.start is not None:
+                encoder = with_map(encoder.to(self.device), self.start)
         # A copy: the caller's model may embed queries while this one is trained.
         queries = self._queries(copy.deepcopy(encoder))
         if self.trained == "lora" and isinstance(encoder, ImageTextEncoder):

@@ -15,8 +15,10 @@ from dualenc.search.index.build import check_factory
 from dualenc.search.index.kinds import parse_bytes
 from dualenc.search.index.open import Index, check_target, is_index, rows_in
 from dualenc.search.texts import add_texts
+from dualenc.search.vector_files import is_vector_file
 from dualenc.types import Metric, Side, StrPath
 from dualenc.workflows.embed_beside import ModelAndData, first_components, vectors_for
+from dualenc.workflows.file_vectors import FileAndData, check_file, vectors_of
 from dualenc.workflows.index_texts import open_texts
 from dualenc.workflows.recorded_options import ReadOptions, to_record
 
@@ -58,7 +60,7 @@ def index(
     *,
     out: StrPath | None = None,
     factory: str = "auto",
-    metric: Metric = "cosine",
+    metric: Metric | None = None,
     dim: int | None = None,
     memory: str | None = None,
     target_recall: float = 0.95,
@@ -66,27 +68,32 @@ def index(
     queries: str | None = None,
     bm25: bool = False,
     texts: bool = False,
+    ids: StrPath | None = None,
+    model: str | None = None,
     side: Side | None = None,
     batch_size: int = 32,
     device: str | None = None,
     progress: bool = True,
     **reading: Unpack[ReadOptions],
 ) -> IndexResult:
-    """Build a FAISS index from embeddings, or from a model and data, and measure it.
+    """Build a FAISS index from embeddings, a file of vectors, or a model and data; measure it.
 
         from dualenc import index
 
         result = index("runs/mine/model", "papers.csv", out="index", texts=True, bm25=True)
         print(result.num_vectors, result.provenance.recall_at_10)
+        index("vectors.npy", "papers.csv", out="index", texts=True)
 
     Args:
-        source: folder of embeddings, or model folder or name; without `out` an index to which BM25
-            or texts are added.
-        data: what to embed with a model; without `out` the source of the texts, by default the one
-            that the index records.
+        source: folder of embeddings, FAISS file, .npy matrix (N, D), or model folder or name;
+            without `out` an index to which BM25 or texts are added.
+        data: what to embed with a model, or the texts of a file's vectors, with their ids and
+            columns; without `out` the source of the texts, by default the one that the index
+            records.
         out: folder to write.
         factory: "auto" or a FAISS factory string such as "Flat", "HNSW32" or "OPQ32,IVF4096,PQ32".
-        metric: "cosine", or "ip" for the inner product.
+        metric: "cosine", or "ip" for the inner product; None takes the one that a FAISS file is
+            searched by, or the cosine.
         dim: number of components of the vectors to index; None takes all.
         memory: memory for building and searching, such as "2GiB"; None takes the machine's.
         target_recall: recall@10, from 0 to 1, that "auto" and the search parameters aim at.
@@ -94,6 +101,9 @@ def index(
         queries: folder of embeddings of real queries to measure with; None samples the database.
         bm25: index the words of the texts too.
         texts: keep the whole texts too.
+        ids: ids of a file's vectors: a .txt file with an id per line, a .npy array, or a table;
+            None takes those in a FAISS file, or those of `data`, or the row numbers.
+        model: name of the model that made a file's vectors, to be recorded.
         side: "left" or "right" side of a model; None takes documents, or what the data holds.
         batch_size: number of items per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
@@ -109,17 +119,28 @@ def index(
     """
     if out is None:
         return _add_to_index(source, data, reading, bm25=bm25, texts=texts)
-    if data is None and (side is not None or (reading and not (bm25 or texts))):
+    is_file = is_vector_file(source)
+    if not is_file and (ids is not None or model is not None):
+        raise DualencError(
+            f"{'--ids' if ids is not None else '--model'} is for the vectors of a file",
+            fix="leave it out, or name a FAISS file or a .npy matrix",
+            where=source,
+        )
+    if not is_file and data is None and (side is not None or (reading and not (bm25 or texts))):
         _check_not_ignored(side, reading)
     # Embedding may take hours: refuse first what the build would refuse.
     num_bytes = None if memory is None else parse_bytes(memory)
     check_factory(factory)
     check_target(out)
-    check_source(source, data)
+    if is_file:
+        file = FileAndData(source, data, ids, model, metric, reading)
+        check_file(file, side, has_texts=bm25 or texts)
+    else:
+        check_source(source, data)
     # Open the texts before the work: if they are missing, nothing should have been embedded.
     corpus = open_texts(source, data, reading) if bm25 or texts else None
     job = ModelAndData(source, data, side, reading, batch_size, dim, device)
-    with vectors_for(out, job, progress=progress) as found:
+    with vectors_of(out, file) if is_file else vectors_for(out, job, progress=progress) as found:
         # FAISS uses all cores of one process; the others are done.
         if not distributed.is_main():
             return IndexResult(Path(out))
@@ -131,7 +152,7 @@ def index(
             vectors,
             None,
             factory,
-            metric=metric,
+            metric=metric or vectors.provenance.metric,
             memory=num_bytes,
             target_recall=target_recall,
             recall_queries=recall_queries,
@@ -149,7 +170,7 @@ def check_source(source: str, data: str | None) -> None:
     """Raise before the work unless the source is a folder of embeddings, or comes with data."""
     if data is None and not is_embeddings(source):
         raise DualencError(
-            "is not a folder of embeddings",
+            "is not a folder of embeddings, a FAISS file or a .npy matrix",
             fix="if it is a model, name the data too: index MODEL DATA",
             where=source,
         )

@@ -99,15 +99,7 @@ def _embed_beside(
     The folder stays after a failed build: a factory string that FAISS refuses does not cost the
     embedding.
     """
-    target = Path(os.path.abspath(out))
-    folder = target.with_name(f".{target.name}.embeddings")
-    left = read_provenance(folder) if check_embeddings_target(folder) else None
-    if left is not None and left.made_by != MADE_BY:
-        raise DualencError(
-            "holds embeddings that were not left by a build of the index",
-            fix="move the folder away, or remove it",
-            where=folder,
-        )
+    folder, left = folder_beside(out)
     if was_killed and grown is not None and _are_last(grown, job):
         return Beside(folder, is_appended=True)
     # The killed process may have skipped items, so compare with the rows that it wrote.
@@ -126,6 +118,27 @@ def _embed_beside(
         logger.info(describe_embeddings(embedded, folder))
     is_same = left is not None and embedded.provenance.files == left.files
     return Beside(folder, has_grown and is_same)
+
+
+def folder_beside(out: StrPath) -> tuple[Path, Provenance | None]:
+    """Return the folder of embeddings beside an index, and the record of those left in it.
+
+    Args:
+        out: folder of the index.
+
+    Raises:
+        DualencError: it holds anything but what a build of the index has left.
+    """
+    target = Path(os.path.abspath(out))
+    folder = target.with_name(f".{target.name}.embeddings")
+    left = read_provenance(folder) if check_embeddings_target(folder) else None
+    if left is not None and left.made_by != MADE_BY:
+        raise DualencError(
+            "holds embeddings that were not left by a build of the index",
+            fix="move the folder away, or remove it",
+            where=folder,
+        )
+    return folder, left
 
 
 def _are_last(grown: Index, job: EmbeddingJob) -> bool:

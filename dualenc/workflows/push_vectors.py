@@ -10,6 +10,7 @@ from dataclasses import replace as replaced
 from pathlib import Path
 from typing import Literal
 
+from dualenc.data.readers.vectors import refuse_vector_file
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import check_writable, locked
@@ -94,6 +95,7 @@ def push(
     Raises:
         DualencError: if the target cannot be reached or holds something else.
     """
+    refuse_vector_file(embeddings)
     source = Path(embeddings).resolve()
     name = table or _default_name(source, target)
     # Everything that can be refused is refused before the first row is sent.

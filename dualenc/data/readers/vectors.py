@@ -171,3 +171,13 @@ def load_npy(path: Path) -> np.ndarray:
             where=path,
         )
     return matrix
+
+
+def refuse_vector_file(source: StrPath) -> None:
+    """Raise a `DualencError` for a file in place of a folder: vectors have to be indexed first."""
+    if with_home(Path(source)).is_file():
+        raise DualencError(
+            "is a file, not an index",
+            fix=f"index its vectors with `dualenc index {source} --out INDEX` (FAISS or .npy)",
+            where=source,
+        )

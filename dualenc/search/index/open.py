@@ -13,6 +13,7 @@ import faiss
 import numpy as np
 import pyarrow as pa
 
+from dualenc.data.readers.vectors import refuse_vector_file
 from dualenc.data.store.items import (
     ITEMS,
     ORDER,
@@ -251,6 +252,7 @@ class Index(Recorded):
     @classmethod
     def _open(cls, folder: Path, verify: bool) -> Index:
         recover(folder)
+        refuse_vector_file(folder)
         if not folder.is_dir():
             raise DualencError(
                 "no such folder",
@@ -270,7 +272,7 @@ class Index(Recorded):
         verify_files(folder, names, provenance.sizes, provenance.files, REBUILD, verify)
         # FAISS's errors name lines of C++, and no way to repair the index.
         with explain(f"{folder / 'index.faiss'}: corrupt", REBUILD):
-            index = _open_faiss(folder, refine_file)
+            index = open_faiss(folder / "index.faiss", refine_file)
         if difference := provenance.difference({"dim": index.d, "count": index.ntotal}):
             name, recorded_value, actual = difference
             raise DualencError(
@@ -502,7 +504,7 @@ def write_contents(
         explain_full_disk(folder),
         explain(f"{folder}: FAISS did not write it whole", "is the disk full?"),
     ):
-        _open_faiss(part)
+        open_faiss(part / "index.faiss")
     # meta.json comes last, so that it has the checksums of all other files.
     sums = recorded(part, sorted(path.name for path in part.iterdir()))
     head = {"format": FORMAT, "version": FORMAT_VERSION, "faiss": faiss.__version__}
@@ -510,8 +512,18 @@ def write_contents(
     return str(sums["files"][ITEMS])
 
 
-def _open_faiss(folder: Path, refine_file: Path | None = None) -> Any:
-    index = open_index(folder / "index.faiss", refine_file)
+def open_faiss(path: Path, refine_file: Path | None = None) -> Any:
+    """Memory-map a FAISS file so that its vectors can be decoded.
+
+    Args:
+        path: the file.
+        refine_file: file of the refinement codes, if they are separate.
+
+    Raises:
+        ValueError: the file contains no index.
+        RuntimeError: FAISS cannot read it.
+    """
+    index = open_index(path, refine_file)
     check_refinement(index)
     restore_quantizer(index)
     base = split(index)[0]
