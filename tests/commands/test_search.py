@@ -311,7 +311,8 @@ def test_images_are_found_by_image_and_by_text(
         ("embed MODEL DOCS --out OUT --dim 33", "dim is 33; give 1 to 32"),
         (
             "index MODEL --out OUT",
-            "is not a folder of embeddings; if it is a model, name the data too",
+            "is not a folder of embeddings, a FAISS file or a .npy matrix; if it is a model, name "
+            "the data too",
         ),
         ("index MODEL DOCS", "needs --out"),
         ("append OUT MODEL DOCS", "is not an index"),
