@@ -19,7 +19,7 @@ from dualenc.search.index import change
 from dualenc.search.lexical import Lexical
 from dualenc.search.migration import stages as migrate
 from dualenc.search.migration.maps import fit
-from dualenc.search.migration.migration_folder import is_replaced, remove_work
+from dualenc.search.migration.migration_folder import is_replaced, read_plan, remove_work
 from dualenc.search.migration.replacement import mixed_vectors
 from dualenc.search.migration.rollback import roll_back
 from dualenc.search.texts import TextStore, add_texts
@@ -300,3 +300,15 @@ def test_a_rotation_is_chosen_where_it_is_significantly_better() -> None:
     for difference, best in ((0.1, "rotation"), (0.0, "ridge"), (-0.1, "ridge")):
         scores = {"ridge": scored(0, 0), "rotation": scored(difference, 1)}
         assert measured.best_map(scores) == best  # type: ignore[arg-type]
+
+
+def test_work_folder_of_a_process_killed_while_it_wrote_its_plan_is_no_foreign_folder(
+    tmp_path: Path,
+) -> None:
+    half = tmp_path / "index.migration" / ".plan.json.part"
+    half.mkdir(parents=True)
+    (half / "new-plan.json").write_text("{")
+    assert read_plan(tmp_path / "index") is None
+    (tmp_path / "index.migration" / "notes.txt").write_text("mine")
+    with pytest.raises(DualencError, match="was not written by a migration"):
+        read_plan(tmp_path / "index")

@@ -225,11 +225,11 @@ def test_records_of_somebody_else_are_refused(postgres: str, toy_text: Path) -> 
 
 
 def test_grants_on_the_column_are_kept(postgres: str, toy_text: Path) -> None:
-    make_table(postgres, "shared")
-    execute(postgres, 'CREATE ROLE "A b" LOGIN; GRANT SELECT (id, embedding) ON shared TO "A b"')
-    migrate(postgres, "shared", toy_text)
+    make_table(postgres, "granted")
+    execute(postgres, 'CREATE ROLE "A b" LOGIN; GRANT SELECT (id, embedding) ON granted TO "A b"')
+    migrate(postgres, "granted", toy_text)
     reader = postgres.replace("//me@", "//A%20b@")
-    assert len(execute(reader, "SELECT id, embedding FROM shared")) == 60
+    assert len(execute(reader, "SELECT id, embedding FROM granted")) == 60
 
 
 @pytest.mark.parametrize(

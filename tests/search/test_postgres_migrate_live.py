@@ -126,14 +126,14 @@ class Clients:
 
 
 def test_clients_read_and_write_while_it_runs(postgres: str, toy_text: Path) -> None:
-    make_table(postgres, "busy_texts", 400)
-    clients = Clients(postgres, "busy_texts", toy_text)
-    report = clients.run(lambda: migrate(postgres, "busy_texts", toy_text))
+    make_table(postgres, "written_texts", 400)
+    clients = Clients(postgres, "written_texts", toy_text)
+    report = clients.run(lambda: migrate(postgres, "written_texts", toy_text))
     assert clients.errors == []
     assert report.state == "switched"
     assert clients.written == 1000
     assert min(clients.searches.values()) > 5
-    check_vectors(postgres, "busy_texts", toy_text)
+    check_vectors(postgres, "written_texts", toy_text)
 
 
 KILLS = [

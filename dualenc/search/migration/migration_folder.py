@@ -103,7 +103,9 @@ def _is_work(work: Path, is_empty_ours: bool) -> bool:
         if not is_own:
             return False
         is_known = True
-    return is_known or (is_empty_ours and not os.listdir(work))
+    # A process killed at the start has left nothing, or the plan half-written.
+    is_bare_work = all(re.fullmatch(rf"\.{PLAN}.*\.part", name) for name in os.listdir(work))
+    return is_known or (is_empty_ours and is_bare_work)
 
 
 def _read_or_empty(path: Path) -> dict[str, Any]:
