@@ -429,6 +429,7 @@ def test_killed_at_twenty_moments_it_answers_and_goes_on(
     made: Path, index: Path, tmp_path: Path, factory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SERVED, lambda _: list(SHARES))
+    monkeypatch.setattr(MEANWHILE, lambda _: "index")
     saved, words = tmp_path / "saved", ("migrate", index, made / "new")
     run("index", made / "old", made / "beir", "--out", saved, "--factory", factory, "--texts")
     # The first run imports what processes need not; the second is timed where the others are
