@@ -32,7 +32,7 @@ def clicked(path: Path, count: int = 4, **columns: Any) -> list[tuple[str, int, 
 
 
 def test_a_column_of_labels_is_never_a_column_of_ids(tmp_path: Path) -> None:
-    """The second row of the table of issue 65: no usual name for the ids."""
+    """Ids without a usual name are found by their values, not taken from the labels."""
     rows = [["lawn", 2, 1], ["lawn", 3, 0], ["cut", 3, 1]]
     path = write_csv(tmp_path / "a.csv", ["query", "sku", "clicked"], rows)
     assert clicked(path) == [("lawn", 2, 1), ("lawn", 3, 0), ("cut", 3, 1)]
@@ -47,7 +47,7 @@ def test_a_column_of_labels_is_never_a_column_of_ids(tmp_path: Path) -> None:
 
 
 def test_row_numbers_are_never_ids_where_another_column_fits(tmp_path: Path) -> None:
-    """The third row of the table of issue 65."""
+    """Row numbers are not ids where another column fits."""
     rows = [[0, "lawn", 3], [1, "lawn", 2], [2, "cut", 1]]
     path = write_csv(tmp_path / "a.csv", ["id", "query", "asin"], rows)
     assert clicked(path) == [("lawn", 3, 1), ("lawn", 2, 1), ("cut", 1, 1)]
@@ -65,7 +65,7 @@ def test_row_numbers_are_never_ids_where_another_column_fits(tmp_path: Path) -> 
 def test_impressions_are_no_positives(
     tmp_path: Path, form: str, name: str, yes: Any, no: Any
 ) -> None:
-    """The first row of the table of issue 65: 127 clicks of 987 rows are 127 positives."""
+    """127 clicks of 987 impressions are 127 positives."""
     is_click = np.arange(987) % 987 < 127
     rows = [
         {"query": f"q{row % 90}", "doc_id": str(row % 97), name: yes if clicked else no}
