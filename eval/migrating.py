@@ -47,18 +47,12 @@ def rotation(x: np.ndarray, y: np.ndarray) -> Map:
     return lambda vectors: vectors @ (left @ right)
 
 
-def moved_rotation(x: np.ndarray, y: np.ndarray) -> Map:
-    """Return the rotation around the means."""
-    turn = rotation(x - x.mean(axis=0), y - y.mean(axis=0))
-    return lambda vectors: turn(vectors - x.mean(axis=0)) + y.mean(axis=0)
-
-
 def rotations(x: np.ndarray, y: np.ndarray) -> Map:
     """Return a rotation around the means for each cluster of old vectors."""
     clusters = KMeans(CLUSTERS, n_init=1, random_state=0).fit(x)
     # A cluster with few documents would fit them alone.
     turns = [
-        moved_rotation(x[own], y[own]) if own.sum() >= x.shape[1] else moved_rotation(x, y)
+        fit(x[own], y[own], "rotation") if own.sum() >= x.shape[1] else fit(x, y, "rotation")
         for own in (clusters.labels_ == number for number in range(CLUSTERS))
     ]
 
@@ -80,7 +74,7 @@ def perceptron(x: np.ndarray, y: np.ndarray) -> Map:
 MAPS: dict[str, Callable[[np.ndarray, np.ndarray], Map]] = {
     "ridge": fit,
     "rotation": rotation,
-    "rotation around the means": moved_rotation,
+    "rotation around the means": partial(fit, kind="rotation"),
     "rotations of 8 clusters": rotations,
     "perceptron": perceptron,
 }
