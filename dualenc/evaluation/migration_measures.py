@@ -9,6 +9,7 @@ import numpy as np
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Qrels, Run, paired_bootstrap, score_queries
+from dualenc.evaluation.report_page import Table
 from dualenc.evaluation.retrieval import first_documents, retrieve
 from dualenc.search.exact_search import exact_search
 from dualenc.search.migration.maps import MapKind, neighbours, overlap
@@ -248,6 +249,24 @@ def is_below(rows: Sequence[Mapping[str, Any]], system: str) -> bool:
     return bool(high < 0)
 
 
+def check_not_worse(rows: Sequence[Mapping[str, Any]], model: str) -> None:
+    """Raise if judgements show the new model significantly below the old one.
+
+    Args:
+        rows: rows of `summarize`; none if nothing was measured.
+        model: name of the new model, for the error.
+
+    Raises:
+        DualencError: the new model finds significantly less.
+    """
+    if rows and is_below(rows, NEW):
+        raise DualencError(
+            "finds significantly less than the old model",
+            fix="choose another model, or go on with --anyway",
+            where=model,
+        )
+
+
 def _row_of(rows: Sequence[Mapping[str, Any]], system: str) -> Mapping[str, Any]:
     """Return the row of a system."""
     return next(row for row in rows if row["system"] == system)
@@ -313,6 +332,11 @@ def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
         if share == 1 or is_good:
             served.append(share)
     return served
+
+
+def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the rows of `summarize` as a table with a caption."""
+    return Table("On the sample [95 % interval]", table_rows(rows))
 
 
 def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:

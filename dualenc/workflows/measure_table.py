@@ -22,7 +22,7 @@ from dualenc.search.engines.postgres_connection import compose
 from dualenc.search.engines.postgres_index_copies import indexes_of
 from dualenc.search.engines.postgres_migration import TableMigration
 from dualenc.search.migration.maps import NEIGHBORS
-from dualenc.search.migration.stages import MIN_SAMPLE, SAMPLED_SHARE
+from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
 from dualenc.workflows.migration_texts import MAX_JUDGED, MAX_QUERIES
 from dualenc.workflows.text_vectors import text_vectors
@@ -138,8 +138,7 @@ class TableSample:
             SELECT {id}::text, {text}, {vector}::real[] FROM {table}
             WHERE {where} AND {vector} IS NOT NULL AND {text} IS NOT NULL
         """
-        size = max(MIN_SAMPLE, int(np.ceil(SAMPLED_SHARE * count)))
-        values = {**self.migration.values, "size": size}
+        values = {**self.migration.values, "size": sample_size(count)}
         # An order that does not depend on how rows are stored.
         drawn = self._select(f"{query} ORDER BY md5({{id}}::text) LIMIT %(size)s", values)
         if self.judged is not None:

@@ -108,7 +108,7 @@ class MigrationReport:
 
     def table(self) -> Table:
         """Return the measurements as a table with a caption."""
-        return Table("On the sample [95 % interval]", measures.table_rows(self.systems))
+        return measures.sample_table(self.systems)
 
 
 def migrate(
@@ -172,12 +172,8 @@ def migrate(
             on_report(report)
         if report_only:
             return report
-        if report.is_worse() and not anyway:
-            raise DualencError(
-                "finds significantly less than the old model",
-                fix="choose another model, or go on with --anyway",
-                where=new_model,
-            )
+        if not anyway:
+            measures.check_not_worse(report.systems, new_model)
         logger.info(
             "until the last replacement the old index comes back by: dualenc migrate %s --rollback",
             index,

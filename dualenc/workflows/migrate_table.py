@@ -92,7 +92,7 @@ class TableReport:
 
     def table(self) -> Table:
         """Return the measurements as a table with a caption."""
-        return Table("On the sample [95 % interval]", measures.table_rows(self.systems))
+        return measures.sample_table(self.systems)
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,8 @@ def migrate_table(
             on_report(report)
         if report_only:
             return report
-        if report.is_worse() and not anyway:
-            raise DualencError(
-                "finds significantly less than the old model",
-                fix="choose another model, or go on with --anyway",
-                where=new_model,
-            )
+        if not anyway:
+            measures.check_not_worse(report.systems, new_model)
         first = most_retrieved(filling.migration, encoder, old_model, queries, batch_size)
         record = filling.run(record, first)
         return _report(opened, record, missing=filling.count_missing())

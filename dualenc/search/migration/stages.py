@@ -315,6 +315,11 @@ def embedded_at(share: float, count: int) -> int:
     return int(np.ceil(round(share * count, 6)))
 
 
+def sample_size(count: int) -> int:
+    """Return how many of N documents are sampled: 2%, at least 2,000 if there are as many."""
+    return min(count, max(MIN_SAMPLE, embedded_at(SAMPLED_SHARE, count)))
+
+
 def sample_rows(count: int, judged: np.ndarray, seed: int = 0) -> np.ndarray:
     """Return the rows of the sample, ascending: 2% of the documents, and the judged ones.
 
@@ -323,8 +328,7 @@ def sample_rows(count: int, judged: np.ndarray, seed: int = 0) -> np.ndarray:
         judged: (n,) rows of judged documents.
         seed: random seed.
     """
-    size = min(count, max(MIN_SAMPLE, embedded_at(SAMPLED_SHARE, count)))
-    drawn = np.random.default_rng(seed).choice(count, size, replace=False)
+    drawn = np.random.default_rng(seed).choice(count, sample_size(count), replace=False)
     return np.union1d(drawn, judged).astype(np.int64)
 
 
