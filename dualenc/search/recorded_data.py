@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dualenc.data import Corpus, open_corpus
-from dualenc.errors import DualencError
+from dualenc.errors import BadSample, DualencError
 from dualenc.io.provenance import Provenance
 from dualenc.types import StrPath
 
@@ -19,6 +21,8 @@ RECORDED = (
     "quotes",
 )
 """Options of `open_corpus` that meta.json records: those that decide which items are read."""
+TRIED = 5
+"""Images that are read to see whether they are there."""
 
 
 def open_recorded(
@@ -66,3 +70,24 @@ def from_record(about: Provenance, folder: StrPath) -> dict[str, Any]:
         fix="build it again",
         where=folder,
     )
+
+
+def check_readable(items: Corpus) -> None:
+    """Raise if none of a few images can be read: their folder may be gone, or not mounted.
+
+    Args:
+        items: the images.
+
+    Raises:
+        BadSample: why the first of them cannot be read.
+    """
+    first: BadSample | None = None
+    for row in np.linspace(0, len(items) - 1, min(len(items), TRIED)).astype(int).tolist():
+        try:
+            _ = items[row]
+        except BadSample as error:
+            first = first or error
+        else:
+            return
+    if first is not None:
+        raise first

@@ -293,7 +293,8 @@ def _open(
             # Searches by candidates read the images, too, and the next migration.
             notes["data"] = recorded_name(data or index.provenance.data or "")
             # Those of an interrupted migration were compared when it began.
-            if (read_plan(folder) or {}).get("images") != inputs["images"]:
+            is_new = (read_plan(folder) or {}).get("images") != inputs["images"]
+            if is_new and not index.provenance.mapped:
                 check_same_images(folder, index, documents.corpus, processor)
         # Recorded last, when nothing more can be refused.
         migration = Migration(folder, notes, inputs)

@@ -20,7 +20,7 @@ from dualenc.evaluation.metrics import Qrels
 from dualenc.search.checks.canaries import check_canaries
 from dualenc.search.checks.stored import Stored
 from dualenc.search.index.open import Index, rows_in
-from dualenc.search.recorded_data import open_recorded
+from dualenc.search.recorded_data import check_readable, open_recorded
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.types import Modality
@@ -173,7 +173,12 @@ def check_same_images(folder: str, index: Index, images: Corpus, device: torch.d
         index: the index.
         images: its N images, in its order.
         device: device of the model.
+
+    Raises:
+        DualencError: too many of them have other vectors.
+        BadSample: they cannot be read.
     """
+    check_readable(images)
     encoder, problem = None, ""
     try:
         encoder = load_model(recorded_model(index.provenance, Path(folder)), device)
@@ -196,4 +201,4 @@ def check_same_images(folder: str, index: Index, images: Corpus, device: torch.d
             where=folder,
         )
     else:
-        logger.info("%s: %s", folder, finding.line)
+        logger.info("%s: compared with what was embedded: %s", folder, finding.line)

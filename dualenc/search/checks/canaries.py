@@ -10,6 +10,7 @@ import faiss
 import numpy as np
 
 from dualenc.encoders.dual import DualEncoder, Tower
+from dualenc.errors import DualencError
 from dualenc.search.checks.causes import Cause, causes
 from dualenc.search.checks.findings import Finding, alarm, ok, skipped
 from dualenc.search.checks.stored import Stored
@@ -101,7 +102,7 @@ def check_canaries(
         return _by_checksum(f"all vectors of the {kind}s are zero or not finite", is_other)
     canaries = again.compare(encoder, tower)
     if not len(canaries.rows):
-        return _by_checksum(f"none of {len(rows)} {kind}s can be read", is_other)
+        return _by_checksum(again.problem, is_other)
     numbers = _numbers(canaries, kind)
     if canaries.is_alarm:
         other = other if is_other else ""
@@ -161,6 +162,7 @@ class _Again:
         is_usable = np.isfinite(vectors).all(axis=1) & vectors.any(axis=1)
         self.rows, self.vectors = rows[is_usable], vectors[is_usable]
         self.corpus = stored.items(self.rows)
+        self.problem = ""
 
     def compare(self, encoder: DualEncoder, tower: Tower) -> Canaries:
         """Compare with the model, and find what explains the canaries that deviate."""
@@ -183,9 +185,14 @@ class _Again:
 
         Texts are stored, so one without a vector counts as deviating.
         """
-        new = self._embed(tower, np.arange(len(self.rows)))
+        everything = np.arange(len(self.rows))
         if self.corpus.modality != "image":
-            return new, 0
+            return self._embed(tower, everything), 0
+        try:
+            new = self._embed(tower, everything)
+        except DualencError as error:  # none can be read
+            self.problem = str(error)
+            new = np.zeros_like(self.vectors)
         kept = np.flatnonzero(new.any(axis=1))
         unreadable = len(new) - len(kept)
         self.rows, self.vectors = self.rows[kept], self.vectors[kept]

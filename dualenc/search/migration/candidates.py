@@ -25,7 +25,7 @@ from dualenc.search.index.open import Hit, Index, rows_in
 from dualenc.search.migration.migration_folder import cache_path, new_shards, work_folder
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.query_vectors import modality_of, query_towers, query_vector
-from dualenc.search.recorded_data import open_recorded
+from dualenc.search.recorded_data import check_readable, open_recorded
 from dualenc.search.texts import TextStore, has_texts
 from dualenc.types import Items, StrPath
 
@@ -139,7 +139,9 @@ def _open_items(work: Path, plan: Mapping[str, Any], index: Index) -> Items:
     about = index.provenance
     if about.modality == "image":
         corpus = open_recorded(about.updated(data=str(plan.get("data") or "")), work)
-        return corpus.take(rows_in(corpus, index, work)).items
+        images = corpus.take(rows_in(corpus, index, work))
+        check_readable(images)
+        return images.items
     # The old index may store its texts; otherwise the migration has stored them.
     place = work / "old" if has_texts(work / "old") else work
     return TextStore(place, index.items_checksum).texts
