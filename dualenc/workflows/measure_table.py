@@ -24,7 +24,7 @@ from dualenc.search.engines.postgres_migration import TableMigration
 from dualenc.search.migration.maps import NEIGHBORS
 from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
-from dualenc.workflows.migration_texts import MAX_JUDGED, MAX_QUERIES
+from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES
 from dualenc.workflows.text_vectors import text_vectors
 
 OPERATORS = {"cosine": "<=>", "ip": "<#>", "l2": "<->", "l1": "<+>"}
