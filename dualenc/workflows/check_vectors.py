@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,8 @@ def check(
         return CheckResult(folder, [opens, swaps, migration])
     with closing(stored):
         opens = ok("opens", f"{len(stored.opened):,} vectors of dimension {stored.dim}")
-        _open_images(stored, None if data is None else str(data))
-        checks = _check_contents(stored, model, queries, chosen)
+        described = _with_images(stored, None if data is None else str(data))
+        checks = _check_contents(described, model, queries, chosen)
         return CheckResult(folder, [opens, *checks, swaps, migration])
 
 
@@ -159,8 +159,8 @@ def _check_contents(
     yield check_drift(stored, vectors)
 
 
-def _open_images(stored: Stored, data: str | None) -> None:
-    """Open the images that vectors are of, if they are of images."""
+def _with_images(stored: Stored, data: str | None) -> Stored:
+    """Return stored vectors with the images that they are of, or why there are none."""
     if stored.provenance.modality != "image":
         if data is not None:
             raise DualencError(
@@ -168,23 +168,21 @@ def _open_images(stored: Stored, data: str | None) -> None:
                 fix="leave it out",
                 where=stored.folder,
             )
-        return
+        return stored
     try:
         corpus = open_recorded(stored.provenance, stored.folder, data)
     except DualencError as error:
         # Images that somebody names must open; the recorded ones may be elsewhere.
         if data is not None:
             raise
-        stored.image_problem = str(error).removeprefix(f"{stored.folder}: ")
-        return
+        return replace(stored, image_problem=str(error).removeprefix(f"{stored.folder}: "))
     rows = rows_of(corpus.ids, stored.ids)
     is_there = rows >= 0
     if is_there.all():
-        stored.images = corpus.take(rows)
-        return
+        return replace(stored, images=corpus.take(rows))
     lacking = stored.ids[int(np.argmin(is_there))]
     count = f"{int((~is_there).sum()):,} of {len(rows):,} images"
-    stored.image_problem = f"the data lacks {count}, such as {lacking[:40]!r}"
+    return replace(stored, image_problem=f"the data lacks {count}, such as {lacking[:40]!r}")
 
 
 def _read(stored: Stored) -> tuple[Sample | None, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,8 +186,7 @@ def check_same_images(folder: str, index: Index, images: Corpus, device: torch.d
         check_encoder(encoder, index.provenance, index.dim, folder)
     except DualencError as error:
         encoder, problem = None, str(error)
-    stored = Stored.open(folder)
-    stored.images = images
+    stored = replace(Stored.open(folder), images=images)
     finding, canaries = check_canaries(stored, encoder, problem)
     if canaries is None:
         logger.warning(
