@@ -146,9 +146,9 @@ def test_a_huge_line_is_a_bad_row(
     }
     data = content[name.split(".")[1]] % word
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
-    start = time.monotonic()
+    start = time.process_time()
     corpus = open_corpus(tmp_path / name)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     assert (len(corpus), corpus.skipped) == (1, 1)
     assert "1 line of more than 16,777,216 characters" in caplog.text
 

@@ -309,11 +309,11 @@ def test_absurd_sizes_are_refused_before_anything_is_built(
 ) -> None:
     build(kind).save(tmp_path / "model")
     set_value(tmp_path / "model" / file, path, value)
-    begin = time.perf_counter()
+    begin = time.process_time()
     with pytest.raises(DualencError) as caught:
         load_model(tmp_path / "model")
     assert "\n" not in str(caught.value)
-    assert time.perf_counter() - begin < 20
+    assert time.process_time() - begin < 20
 
 
 def values_of(settings: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
