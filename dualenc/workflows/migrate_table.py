@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -49,28 +48,19 @@ from dualenc.search.engines.postgres_version import UPDATE, hnsw_problem
 from dualenc.search.where import parse_conditions
 from dualenc.workflows.measure_table import TableSample, most_retrieved
 from dualenc.workflows.session import open_model, recorded_name, start_processes
-from dualenc.workflows.table_report import TableReport, TableRolledBack, new_record, report_of
+from dualenc.workflows.table_report import (
+    TableColumnNames,
+    TableReport,
+    TableRolledBack,
+    new_record,
+    report_of,
+)
 from dualenc.workflows.text_vectors import RowVectors
 
 logger = logging.getLogger("dualenc.workflows")
 
 ROWS_AT_ONCE = 4
 """Rows of a transaction, in batches of the model."""
-
-
-@dataclass(frozen=True)
-class TableColumnNames:
-    """Names of the columns of a table; None finds them by their types.
-
-    Attributes:
-        id: unique ids.
-        text: texts.
-        vector: vectors of the old model.
-    """
-
-    id: str | None = None
-    text: str | None = None
-    vector: str | None = None
 
 
 def migrate_table(

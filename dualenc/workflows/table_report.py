@@ -22,7 +22,7 @@ class TableReport:
         print(report.state, report.missing)
 
     Attributes:
-        location: database and table, without credentials.
+        location: server with table or collection, without credentials.
         state: "measured" if nothing was changed, "switched" if searches find the new vectors and
             the old ones are kept, "finished" if these are gone.
         model: the new model.
@@ -30,6 +30,7 @@ class TableReport:
         facts: columns and counts.
         systems: a row per model: mean of each metric with its 95% interval.
         missing: number of rows without a vector: NULL or blank texts, and rows outside of `where`.
+        place: where clients find the new vectors, if not where the old ones were.
     """
 
     location: str
@@ -39,6 +40,7 @@ class TableReport:
     facts: dict[str, Any] = field(default_factory=dict)
     systems: Sequence[dict[str, Any]] = ()
     missing: int = 0
+    place: str = ""
 
     def is_worse(self) -> bool:
         """Return True if the new model finds significantly less than the old one."""
@@ -58,7 +60,7 @@ class TableRolledBack:
     """What a rollback has changed.
 
     Attributes:
-        location: database and table, without credentials.
+        location: server with table or collection, without credentials.
         model: the model that was to replace the old one.
         switched: whether searches found its vectors, and find the old ones again.
         discarded: whether its vectors were dropped.
@@ -72,8 +74,23 @@ class TableRolledBack:
     missing: int
 
 
+@dataclass(frozen=True)
+class TableColumnNames:
+    """Names of columns, or of fields and vectors of Qdrant; None finds them by their types.
+
+    Attributes:
+        id: unique ids.
+        text: texts.
+        vector: vectors of the old model.
+    """
+
+    id: str | None = None
+    text: str | None = None
+    vector: str | None = None
+
+
 def report_of(
-    location: str, record: Migration, *, state: str = "", missing: int = 0
+    location: str, record: Migration, *, state: str = "", missing: int = 0, place: str = ""
 ) -> TableReport:
     """Return the report of a recorded migration.
 
@@ -82,6 +99,7 @@ def report_of(
         record: the record.
         state: state to report in place of the recorded one.
         missing: number of rows without a vector.
+        place: where clients find the new vectors, if not where the old ones were.
     """
     return TableReport(
         location,
@@ -91,6 +109,7 @@ def report_of(
         record.notes.get("facts", {}),
         record.notes.get("systems", ()),
         missing,
+        place,
     )
 
 

@@ -32,7 +32,9 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.provenance import Provenance
 from dualenc.search.engines.engine import REPLACED, RESUME, Engine, Rows, Settings, State
+from dualenc.search.engines.migration_record import FILLING, SWITCHED
 from dualenc.search.engines.pushed_folder import AGAIN
+from dualenc.search.engines.qdrant_collection import KEY
 from dualenc.search.engines.qdrant_connection import connect, one_line_errors
 from dualenc.search.engines.qdrant_filters import as_filter, parse_filter
 from dualenc.search.where import Condition
@@ -93,12 +95,25 @@ class QdrantIndex(Engine):
         vectors = VectorParams(size=self.dim, distance=distance, datatype=dtype)
         metadata = {"dualenc": self.items_checksum, "dualenc_alias": self.name}
         if self.replaces:
+            self._check_no_migration()
             self._delete_abandoned()
         self.client.create_collection(self.filled, vectors, metadata=metadata)
         # Create payload indexes before adding vectors: Qdrant adds the graph links that filtered
         # searches need only for indexes that exist when the graph is built.
         for name, kind in self.column_kinds.items():
             self.client.create_payload_index(self.filled, name, PAYLOAD_INDEXES[kind])
+
+    def _check_no_migration(self) -> None:
+        """Raise while a migration needs a second collection, which a push would replace."""
+        if not self.client.collection_exists(self.name):
+            return
+        metadata = self.client.get_collection(self.name).config.metadata or {}
+        if (metadata.get(KEY) or {}).get("state") in (FILLING, SWITCHED):
+            raise DualencError(
+                "a migration is under way",
+                fix="end it first: dualenc migrate FOLDER --finish, or --rollback --discard",
+                where=self.location,
+            )
 
     def _delete_abandoned(self) -> None:
         """Delete what pushes of other embeddings left; one that is still running notices."""

@@ -1,0 +1,38 @@
+"""One client on a folder for all that connect to it, request after request, as to a server."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.local_qdrant import CLIENT
+
+
+class ServedClient:
+    """Qdrant's client in local mode, which several threads may call.
+
+    Args:
+        folder: folder of the collections.
+        version: version of the server that it stands for.
+    """
+
+    def __init__(self, folder: Path | str, version: str = "1.20.0") -> None:
+        self.client = CLIENT(path=str(folder), force_disable_check_same_thread=True)
+        self.lock = threading.RLock()
+        self.version = version
+
+    def info(self) -> Any:
+        return self.client.info().model_copy(update={"version": self.version})
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self.client, name)
+
+        def alone(*arguments: Any, **options: Any) -> Any:
+            with self.lock:
+                return method(*arguments, **options)
+
+        return alone
+
+    def close(self) -> None:
+        """A server goes on."""
