@@ -286,6 +286,9 @@ class _Opened:
         known = Provenance.from_entries(record.notes[entries])
         # The key is sent to the server that the folder names, whatever a server records.
         known = known.updated(target=current.target, collection=current.collection)
+        if entries == "new_entries":
+            # Clients may have added and deleted points since the push.
+            known = known.updated(count=self.collection.client.count(record.notes["target"]).count)
         if current.fingerprint != known.fingerprint:
             with closing(QdrantIndex(known)) as engine:
                 engine.save(self.folder)

@@ -13,12 +13,13 @@ class ServedClient:
     """Qdrant's client in local mode, which several threads may call.
 
     Args:
-        folder: folder of the collections.
+        folder: folder of the collections; None keeps them in memory.
         version: version of the server that it stands for.
     """
 
-    def __init__(self, folder: Path | str, version: str = "1.20.0") -> None:
-        self.client = CLIENT(path=str(folder), force_disable_check_same_thread=True)
+    def __init__(self, folder: Path | None, version: str = "1.20.0") -> None:
+        place: dict[str, Any] = {"path": str(folder)} if folder else {"location": ":memory:"}
+        self.client = CLIENT(**place, force_disable_check_same_thread=True)
         self.lock = threading.RLock()
         self.version = version
 

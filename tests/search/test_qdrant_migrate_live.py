@@ -42,8 +42,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    client = ServedClient(tmp_path / "server")
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    client = ServedClient(None)
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
     yield client
     client.client.close()

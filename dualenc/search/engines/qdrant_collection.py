@@ -62,12 +62,10 @@ class QdrantCollection:
         of_alias = {each.alias_name: each.collection_name for each in client.get_aliases().aliases}
         self.name = of_alias.get(name, name)
         if not client.collection_exists(self.name):
-            raise DualencError(
-                "there is no such collection", fix="name it: --table", where=location
-            )
+            self.name = self._replacement()
 
     def _replacement(self) -> str:
-        """Return the collection that has replaced this one, whose deletion was not completed."""
+        """Return the collection that has replaced this one and has yet to get its name."""
         for collection in self.client.get_collections().collections:
             metadata = self.client.get_collection(collection.name).config.metadata or {}
             notes = (metadata.get(KEY) or {}).get("notes", {})
