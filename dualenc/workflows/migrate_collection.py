@@ -113,7 +113,7 @@ def migrate_collection(
         DualencError: the collection cannot migrate, another migration is under way, or the new
             model finds significantly less.
     """
-    with _opened(target, collection) as opened:
+    with _opened(target, collection, is_read=report_only) as opened:
         encoder = open_model(new_model, ("query-document",), start_processes(device))
         checksum = tower_checksum(encoder.right)
         record = resumed(opened.record, checksum, opened.location)
@@ -312,8 +312,8 @@ def _is_judged(data: str | None) -> bool:
 
 
 @contextmanager
-def _opened(target: str, collection: str | None) -> Iterator[_Opened]:
-    """Connect, and own the migration of the collection."""
+def _opened(target: str, collection: str | None, *, is_read: bool = False) -> Iterator[_Opened]:
+    """Connect, and own the migration of the collection, unless it is only read."""
     with ExitStack() as stack:
         folder = target if collection is None else None
         if collection is None:
@@ -321,7 +321,7 @@ def _opened(target: str, collection: str | None) -> Iterator[_Opened]:
             known = read_pushed(target)
             target, collection = known.target, known.collection
         found = stack.enter_context(opened_collection(target, collection))
-        owner = stack.enter_context(only_migration(found))
+        owner = Owner(found) if is_read else stack.enter_context(only_migration(found))
         yield _Opened(found, owner, folder)
 
 

@@ -10,16 +10,19 @@ from tests.helpers.local_qdrant import CLIENT
 
 
 class ServedClient:
-    """Qdrant's client in local mode, which several threads may call.
+    """Qdrant's client in local mode, or the engine behind it, which several threads may call.
 
     Args:
         folder: folder of the collections; None keeps them in memory.
         version: version of the server that it stands for.
+        client: another client in place of the local mode.
     """
 
-    def __init__(self, folder: Path | None, version: str = "1.20.0") -> None:
+    def __init__(
+        self, folder: Path | None = None, version: str = "1.20.0", client: Any = None
+    ) -> None:
         place: dict[str, Any] = {"path": str(folder)} if folder else {"location": ":memory:"}
-        self.client = CLIENT(**place, force_disable_check_same_thread=True)
+        self.client = client or CLIENT(**place, force_disable_check_same_thread=True)
         self.lock = threading.RLock()
         self.version = version
 

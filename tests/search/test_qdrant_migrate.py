@@ -34,11 +34,13 @@ from tests.helpers.migrated_collection import (
     vector_in,
 )
 from tests.helpers.migrated_table import OLD_DIM, embedded
+from tests.helpers.pages import code
 from tests.helpers.served_qdrant import ServedClient
 
 pytestmark = pytest.mark.slow
 
 NAMED = [True, False]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "adapt-or-migrate.md"
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     client = ServedClient(None)
-    monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
+    monkeypatch.setattr(qdrant_client, "QdrantClient", lambda *_, **__: client)
     yield client
     client.client.close()
 
@@ -446,3 +448,17 @@ def test_the_command_says_what_to_search_and_what_is_next(
     assert f"'named': search vector '{vector}' with" in capsys.readouterr().out
     run("migrate", URL, "--table", "named", "--finish")
     assert "'named': the old vectors are dropped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_what_the_page_tells_clients_to_do(served: Any, toy_text: Path, named: bool) -> None:
+    texts = make_collection(served, "docs", named)
+    migrate("docs", toy_text)
+    [block] = [each for each in code(PAGE, "python") if "qdrant_client" in each]
+
+    def embed_query(model: str, _: str) -> list[float]:
+        return embedded(Path(model), texts[7:8])[0].tolist()
+
+    names: dict[str, Any] = {"embed": embed_query}
+    exec(compile(block, str(PAGE), "exec"), names)
+    assert names["hits"].points[0].id == 7

@@ -19,6 +19,7 @@ from dualenc.search.engines.qdrant_named_vector import NamedVectorMigration
 from dualenc.search.engines.qdrant_second_collection import SecondCollectionMigration
 from dualenc.workflows import migrate_collection as workflow
 from tests.helpers import toy
+from tests.helpers.edge_server import EdgeServer
 from tests.helpers.migrated_collection import (
     URL,
     Clients,
@@ -43,7 +44,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    client = ServedClient(None)
+    client = ServedClient()
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
     yield client
     client.client.close()
@@ -51,9 +52,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.parametrize("alias", ["docs", ""])
 @pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("engine", ["local mode", "edge"])
 def test_clients_read_and_write_while_it_runs(
-    served: Any, toy_text: Path, named: bool, alias: str
+    served: Any, toy_text: Path, tmp_path: Path, engine: str, named: bool, alias: str
 ) -> None:
+    if engine == "edge":
+        served.client = EdgeServer(tmp_path)
     texts = make_collection(served, "docs-1", named, 400, alias)
     name = alias or "docs-1"
     clients = Clients(served, name, toy_text, texts)
@@ -63,6 +67,9 @@ def test_clients_read_and_write_while_it_runs(
     assert clients.written == 400
     assert min(clients.searches.values()) > 5
     check_points(served, name, toy_text, clients.expected)
+    workflow.finish_collection(URL, name)
+    check_points(served, name, toy_text, clients.expected)
+    assert marks_of(served, name) == []
 
 
 KINDS = {True: NamedVectorMigration, False: SecondCollectionMigration}

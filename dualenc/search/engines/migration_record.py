@@ -68,7 +68,9 @@ def recorded(record: Migration | None, location: str) -> Migration:
     """Return the record of a migration; raise if there is none."""
     if record is None:
         raise DualencError(
-            "no migration is under way", fix="name the column: --vector", where=location
+            "no migration is under way",
+            fix="migrate first, or name other vectors: --vector",
+            where=location,
         )
     return record
 

@@ -9,6 +9,7 @@ The record is in the metadata of the collection, under `dualenc_migration`:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,11 +52,12 @@ class QdrantCollection:
         self.client = client
         self.location = location
         self.given_name = name
-        numbers = str(client.info().version).split("-")[0].split(".")
-        self.version = tuple(int(number) for number in numbers[:2])
+        version = str(client.info().version)
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        self.version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
         if self.version < MIN_VERSION:
             raise DualencError(
-                f"Qdrant {client.info().version} keeps no record of a migration",
+                f"Qdrant {version} keeps no record of a migration",
                 fix="update the server to 1.16 or later",
                 where=location,
             )
@@ -177,7 +179,12 @@ class QdrantCollection:
         Raises:
             DualencError: there is none, or several, or it is of another kind.
         """
-        stored = self.info().config.params.vectors or {}
+        params = self.info().config.params
+        if params.sharding_method == models.ShardingMethod.CUSTOM:
+            raise DualencError(
+                "its shards are chosen by keys", fix="fill a second one", where=self.location
+            )
+        stored = params.vectors or {}
         vectors = dict(stored) if isinstance(stored, dict) else {"": stored}
         chosen = self._choose("--vector", name, list(vectors))
         parameters = vectors[chosen]

@@ -8,6 +8,7 @@ see it when they read the metadata again, at the latest at the next beat; then o
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 
 from dualenc.errors import DualencError
 from dualenc.search.engines.qdrant_collection import QdrantCollection
+
+logger = logging.getLogger("dualenc.search")
 
 KEY = "dualenc_owner"
 BEAT_SECONDS = 5.0
@@ -50,6 +53,8 @@ class Owner:
     def acquire(self) -> None:
         """Become the owner; raise if another one is alive."""
         known = self._read()
+        if known:
+            logger.info("%s: looking whether another migration is alive", self.collection.location)
         deadline = time.monotonic() + MISSED_BEATS * BEAT_SECONDS
         while known and time.monotonic() < deadline:
             time.sleep(BEAT_SECONDS / 4)

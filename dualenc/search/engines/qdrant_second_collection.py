@@ -48,12 +48,6 @@ class SecondCollectionMigration(PointMigration):
     def _create(self, config: Any, record: Migration) -> None:
         """Create the second collection."""
         params = config.params
-        if params.sharding_method == models.ShardingMethod.CUSTOM:
-            raise DualencError(
-                "its shards are custom",
-                fix="use named vectors, with Qdrant 1.18 or later",
-                where=self.collection.location,
-            )
         vectors = params.vectors
         if isinstance(vectors, dict):
             changed = vectors[self.old].model_copy(update={"size": self.dim})
