@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,10 +23,11 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with what the page names: index, clicks.csv, events.parquet, my_beir, other_beir,
-    more.jsonl, MODEL and NEW_MODEL."""
+    more.jsonl, DATA with the documents of both, MODEL, NEW_MODEL and LOCAL."""
     monkeypatch.chdir(tmp_path)
     toy.text_model(tmp_path / "MODEL")
     toy.text_model(tmp_path / "NEW_MODEL", seed=1)
+    toy.text_model(tmp_path / "LOCAL", seed=2)
     toy.write_beir(tmp_path / "my_beir", documents=300, queries=60)
     toy.write_beir(tmp_path / "other_beir", documents=50, queries=8, seed=1)
     assert main(["index", "MODEL", "my_beir", "--out", "index", "--texts"]) == 0
@@ -43,6 +45,9 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     events = {"query": queries, "document_id": ids, "timestamp": times}
     pq.write_table(pa.table(events), tmp_path / "events.parquet")
     (tmp_path / "more.jsonl").write_text('{"_id": "new", "text": "wing flow"}\n')
+    shutil.copytree(tmp_path / "my_beir", tmp_path / "DATA")
+    with open(tmp_path / "DATA" / "corpus.jsonl", "a") as stream:
+        stream.write((tmp_path / "more.jsonl").read_text())
     return tmp_path
 
 
