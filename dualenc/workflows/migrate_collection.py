@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -57,10 +56,6 @@ logger = logging.getLogger("dualenc.workflows")
 
 POINTS_AT_ONCE = 4
 """Points of a request, in batches of the model."""
-SETTLE_SECONDS = 2.0
-"""How long after the switch clients are expected to write by the record that they read before."""
-MAX_PASSES = 50
-"""Passes after the switch; clients that change texts all the time would keep them going."""
 
 
 def migrate_collection(
@@ -362,7 +357,11 @@ class _Filling:
                 migration.repeat(lambda: self._pass(bar))
             migration.switch(record)
             self.opened.describe(record, "new_entries")
-            self._settle(bar)
+            if not migration.settle(lambda: self._pass(bar)):
+                logger.warning(
+                    "%s: clients still change texts without their vectors; run it again",
+                    self.opened.location,
+                )
         self.vectors.report()
         return record._replace(state=SWITCHED, model=record.new_model)
 
@@ -378,16 +377,3 @@ class _Filling:
     def _store(self, rows: Sequence[PendingPoint]) -> None:
         vectors = self.vectors.embed([row.name for row in rows], [row.text for row in rows])
         self.migration.store(rows, vectors)
-
-    def _settle(self, bar: tqdm) -> None:
-        """Fill what clients have written by the record that they read before the switch."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        for _ in range(MAX_PASSES):
-            found = self._pass(bar)
-            if not found and time.monotonic() > deadline:
-                return
-            time.sleep(0.1 if found else SETTLE_SECONDS / 10)
-        logger.warning(
-            "%s: clients still change texts without their vectors; run the same command again",
-            self.opened.location,
-        )

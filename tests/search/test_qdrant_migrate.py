@@ -17,7 +17,7 @@ from dualenc.data import Corpus
 from dualenc.encoders import load_model
 from dualenc.errors import DualencError
 from dualenc.search.embed.encode import embed
-from dualenc.search.engines import qdrant_owner
+from dualenc.search.engines import qdrant_migration, qdrant_owner
 from dualenc.search.engines.qdrant_collection import KEY, MARK
 from dualenc.workflows import migrate_collection as workflow
 from tests.helpers import toy
@@ -46,7 +46,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "adapt-or-migrate.md"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qdrant_owner, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(workflow, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(qdrant_migration, "SETTLE_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import qdrant_client
 
 from dualenc.errors import DualencError
-from dualenc.search.engines import qdrant_owner
+from dualenc.search.engines import qdrant_migration, qdrant_owner
 from dualenc.search.engines.qdrant_named_vector import NamedVectorMigration
 from dualenc.search.engines.qdrant_second_collection import SecondCollectionMigration
 from dualenc.workflows import migrate_collection as workflow
@@ -23,10 +24,13 @@ from tests.helpers.edge_server import EdgeServer
 from tests.helpers.migrated_collection import (
     URL,
     Clients,
+    all_points,
     check_points,
     make_collection,
     marks_of,
     migrate,
+    old_vectors,
+    vector_in,
 )
 from tests.helpers.served_qdrant import ServedClient
 
@@ -39,7 +43,7 @@ NAMED = [True, False]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qdrant_owner, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(workflow, "SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(qdrant_migration, "SETTLE_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -72,6 +76,34 @@ def test_clients_read_and_write_while_it_runs(
     assert marks_of(served, name) == []
 
 
+@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("engine", ["local mode", "edge"])
+def test_clients_read_and_write_while_it_is_rolled_back(
+    served: Any, toy_text: Path, tmp_path: Path, engine: str, named: bool
+) -> None:
+    if engine == "edge":
+        served.client = EdgeServer(tmp_path)
+    texts = make_collection(served, "docs-1", named, 400, alias="docs")
+    migrate("docs", toy_text)
+    clients = Clients(served, "docs", toy_text, texts)
+    clients.run(lambda: workflow.roll_back_collection(URL, "docs"))
+    assert clients.errors == []
+    assert min(clients.searches.values()) > 5
+    points = all_points(served, "docs")
+    assert {point.id: point.payload["body"] for point in points} == clients.expected
+    first = old_vectors(400)
+    outdated = 0
+    for point in points:
+        text, vector = point.payload["body"], vector_in(point, "old")
+        outdated += not vector
+        if vector and text in clients.pool:
+            known = [clients.old[clients.pool.index(text)]]
+            known += [first[point.id]] if texts[point.id] == text else []
+            alike = [np.dot(vector, each) / np.linalg.norm(each) for each in known]
+            np.testing.assert_allclose(max(alike), 1, atol=1e-4)
+    assert 0 < outdated < len(points)
+
+
 KINDS = {True: NamedVectorMigration, False: SecondCollectionMigration}
 KILLS = [
     ("start", 1, 0),
@@ -85,7 +117,7 @@ KILLS = [
     ("switch", 1, 0),
     ("_point_aliases", 1, 0),
     ("switch", 1, 1),
-    ("_settle", 1, 1),
+    ("settle", 1, 1),
 ]
 
 
@@ -123,8 +155,6 @@ def in_child(folder: Path, action: Any, *death: Any) -> None:
 
 
 def place_of(named: bool, function: str) -> Any:
-    if function == "_settle":
-        return workflow._Filling
     if function == "set_marks":
         kind = KINDS[named]
         return __import__(kind.__module__, fromlist=["set_marks"])

@@ -13,7 +13,7 @@ import qdrant_client
 from qdrant_client import models
 
 from dualenc.errors import DualencError
-from dualenc.search.engines import qdrant_owner
+from dualenc.search.engines import qdrant_migration, qdrant_owner
 from dualenc.search.engines.factory import open_engine
 from dualenc.search.searcher import Searcher
 from dualenc.workflows import migrate_collection as workflow
@@ -50,7 +50,7 @@ def texts_of(row: int) -> list[str]:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(qdrant_owner, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(workflow, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(qdrant_migration, "SETTLE_SECONDS", 0.1)
     client = ServedClient(None)
     monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
     yield client

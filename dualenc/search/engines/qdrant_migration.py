@@ -20,6 +20,10 @@ from dualenc.search.engines.migration_record import FILLING, Migration
 from dualenc.search.engines.qdrant_collection import MARK, QdrantCollection
 from dualenc.search.engines.qdrant_owner import Owner
 
+SETTLE_SECONDS = 2.0
+"""How long clients are expected to write by a record that they read before."""
+MAX_PASSES = 200
+"""Passes after a switch; clients that change texts all the time would keep them going."""
 INDEX_SECONDS = 600
 """How long a switch waits for the server's index, which clients' writes may keep unfinished."""
 
@@ -147,6 +151,20 @@ class PointMigration(ABC):
             if before is not None and found >= before:
                 return
             before = found
+
+    def settle(self, step: Callable[[], int]) -> bool:
+        """Repeat a step until clients have read a record that was just written.
+
+        Returns:
+            False if the last repetition has still found something.
+        """
+        deadline = time.monotonic() + SETTLE_SECONDS
+        for _ in range(MAX_PASSES):
+            found = step()
+            if not found and time.monotonic() > deadline:
+                return True
+            time.sleep(0.05)
+        return False
 
     def wait_for_index(self) -> bool:
         """Wait until the server has indexed the new vectors; return whether it has."""

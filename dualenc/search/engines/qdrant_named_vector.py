@@ -123,13 +123,17 @@ class NamedVectorMigration(PointMigration):
     def switch_back(self, record: Migration) -> None:
         """Record the old vector; those of texts that are newer than the switch are removed."""
         old_model = str(record.notes["old_model"])
-        self._remove_outdated()
+        self.repeat(self._remove_outdated)
         self.collection.write(self.source, record._replace(state=FILLING, model=old_model))
-        # Of clients that have changed texts in between.
-        self._remove_outdated()
+        self.settle(self._remove_outdated)
 
-    def _remove_outdated(self) -> None:
-        """Remove old vectors of points of which the text has changed since the switch."""
+    def _remove_outdated(self) -> int:
+        """Remove old vectors of points of which the text has changed since the switch.
+
+        Returns:
+            The number of points.
+        """
+        found = 0
         for page in self.collection.points(self.source, [self.text, MARK]):
             ids = []
             for point in page:
@@ -139,7 +143,16 @@ class NamedVectorMigration(PointMigration):
                     ids.append(point.id)
             if ids:
                 by_id = models.Filter(must=[models.HasIdCondition(has_id=ids)])
-                self.client.delete_vectors(self.source, [self.old], by_id, wait=True)
+                gone = models.DeleteVectors(filter=by_id, vector=[self.old])
+                # Once is enough: a client that follows the record writes the next one.
+                keys = models.DeletePayload(keys=[MARK], filter=by_id)
+                operations = [
+                    models.DeleteVectorsOperation(delete_vectors=gone),
+                    models.DeletePayloadOperation(delete_payload=keys),
+                ]
+                self.client.batch_update_points(self.source, operations, wait=True)
+            found += len(ids)
+        return found
 
     def discard(self) -> None:
         """Remove the new vector, the checksums and the record."""

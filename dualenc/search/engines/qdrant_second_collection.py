@@ -188,8 +188,7 @@ class SecondCollectionMigration(PointMigration):
         filling = record._replace(state=FILLING, model=str(record.notes["old_model"]))
         self.collection.write(self.source, filling)
         self._point_aliases(record.notes["aliases"], self.source)
-        # What clients have written at the last moment.
-        self._bring_back(is_back=True)
+        self.settle(lambda: self._bring_back(is_back=True))
 
     def _bring_back(self, *, is_back: bool) -> int:
         """Bring what clients have written to the second collection to the first one.
