@@ -6,13 +6,14 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import qdrant_client
+from qdrant_client import models
 
 from dualenc.errors import DualencError
 from dualenc.search.engines import qdrant_migration, qdrant_owner
@@ -30,8 +31,10 @@ from tests.helpers.migrated_collection import (
     marks_of,
     migrate,
     old_vectors,
+    searched,
     vector_in,
 )
+from tests.helpers.migrated_table import OLD_DIM, embedded
 from tests.helpers.served_qdrant import ServedClient
 
 pytestmark = pytest.mark.slow
@@ -295,3 +298,61 @@ def test_another_model_is_refused_until_the_end(
     workflow.finish_collection(URL, "docs")
     migrate("docs", tmp_path / "third")
     check_points(served, "docs", tmp_path / "third", dict(enumerate(texts)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("named", NAMED)
+def test_twenty_kills_at_random_moments(
+    tmp_path: Path,
+    toy_text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: bool,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Between them clients write to what the record names, and now and then it is rolled back."""
+    random = np.random.default_rng(int(os.environ.get("DUALENC_TEST_SEED", "0")))
+    folder = tmp_path / "server"
+    client = ServedClient(folder)
+    expected = dict(enumerate(make_collection(client, "docs-1", named, 200, alias="docs")))
+    pool = sorted(set(toy.texts(120)))
+    new, old = embedded(toy_text, pool), np.ones((len(pool), OLD_DIM))
+    monkeypatch.setattr(qdrant_client, "QdrantClient", lambda **_: client)
+    kills = 0
+    states: list[bool] = []
+    while kills < 20:
+        client.client.close()
+
+        def work() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                served = ServedClient(folder)
+                patch.setattr(qdrant_client, "QdrantClient", lambda **_: served)
+                migrate("docs", toy_text)
+
+        child = FORK.Process(target=work)
+        child.start()
+        child.join(random.uniform(0.2, 3.0))
+        child.kill()
+        child.join()
+        kills += child.exitcode == -signal.SIGKILL
+        client = ServedClient(folder)
+        collection, vector, is_new = searched(client, "docs")
+        states.append(is_new)
+        for id in random.integers(0, 260, size=4).tolist():
+            row = int(random.integers(len(pool)))
+            value: Any = (new if is_new else old)[row].tolist()
+            point = models.PointStruct(
+                id=id, vector={vector: value} if vector else value, payload={"body": pool[row]}
+            )
+            client.upsert(collection, [point])
+            expected[id] = pool[row]
+        gone = int(random.integers(0, 260))
+        client.delete(collection, models.PointIdsList(points=[gone]))
+        expected.pop(gone, None)
+        if is_new and random.random() < 0.5:
+            workflow.roll_back_collection(URL, "docs")
+    migrate("docs", toy_text)
+    check_points(client, "docs", toy_text, expected)
+    workflow.finish_collection(URL, "docs")
+    check_points(client, "docs", toy_text, expected)
+    record_property("switched", sum(states))
+    client.client.close()
