@@ -70,6 +70,8 @@ class EdgeServer(EdgeClient):
             replication_factor=1,
             write_consistency_factor=1,
             on_disk_payload=True,
+            payload=None,
+            id_tracker=None,
         )
         config = SimpleNamespace(
             params=params,

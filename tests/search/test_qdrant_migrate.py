@@ -100,7 +100,9 @@ def test_settings_of_the_old_vector_are_those_of_the_new_one(
         on_disk=True,
     )
     served.create_collection("docs", {"a": params, "b": params})
-    points = [models.PointStruct(id=i, vector={}, payload={"t": t}) for i, t in enumerate(texts)]
+    points = [
+        models.PointStruct(id=i, vector={}, payload={"a text.": t}) for i, t in enumerate(texts)
+    ]
     served.upsert("docs", points)
     asked: list[Any] = []
     for name in ("create_vector_name", "update_collection"):

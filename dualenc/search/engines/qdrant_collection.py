@@ -128,9 +128,10 @@ class QdrantCollection:
             condition: only points that meet it.
         """
         offset = None
+        wanted = quoted(payload)
         while True:
             page, offset = self.client.scroll(
-                name, condition, PAGE, offset=offset, with_payload=payload, with_vectors=vectors
+                name, condition, PAGE, offset=offset, with_payload=wanted, with_vectors=vectors
             )
             if page:
                 yield page
@@ -148,7 +149,7 @@ class QdrantCollection:
         found = {}
         for start in range(0, len(ids), PAGE):
             part = list(ids[start : start + PAGE])
-            for point in self.client.retrieve(name, part, payload, vectors):
+            for point in self.client.retrieve(name, part, quoted(payload), vectors):
                 found[point.id] = point
         return found
 
@@ -254,6 +255,11 @@ def entries_of(record: Migration) -> dict[str, Any]:
     place = {"new": "target", "old": "source"}[searched]
     notes = record.notes
     return {"collection": notes[place], "vector": notes[searched], **record._asdict()}
+
+
+def quoted(fields: bool | Sequence[str]) -> bool | list[str]:
+    """Return names of fields as paths: Qdrant would split them at dots, and refuse spaces."""
+    return fields if isinstance(fields, bool) else [f'"{field}"' for field in fields]
 
 
 def vector_of(point: Any, name: str) -> Any:

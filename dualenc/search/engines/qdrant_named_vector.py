@@ -43,21 +43,20 @@ class NamedVectorMigration(PointMigration):
                 where=self.collection.location,
             )
         self.collection.write(self.source, record)
-        if self.new in params.vectors:
-            return
         old = params.vectors[self.old]
-        dense = models.DenseVectorConfig(
-            size=self.dim, distance=old.distance, datatype=old.datatype
-        )
-        config = models.DenseVectorNameConfig(dense=dense)
-        self.client.create_vector_name(self.source, self.new, config, wait=True)
-        settings = {
-            name: getattr(old, name)
-            for name in ("hnsw_config", "quantization_config", "on_disk", "memory")
-            if getattr(old, name) is not None
-        }
-        if settings:
-            difference = {self.new: models.VectorParamsDiff(**settings)}
+        if self.new not in params.vectors:
+            dense = models.DenseVectorConfig(
+                size=self.dim, distance=old.distance, datatype=old.datatype
+            )
+            config = models.DenseVectorNameConfig(dense=dense)
+            self.client.create_vector_name(self.source, self.new, config, wait=True)
+        # A new vector takes no other settings when it is created.
+        made = self.client.get_collection(self.source).config.params.vectors[self.new]
+        names = ("hnsw_config", "quantization_config", "on_disk", "memory")
+        settings = {name: getattr(old, name) for name in names}
+        changed = {k: v for k, v in settings.items() if v is not None and v != getattr(made, k)}
+        if changed:
+            difference = {self.new: models.VectorParamsDiff(**changed)}
             self.client.update_collection(self.source, vectors_config=difference)
 
     def scan(self, ids: Sequence[Any] | None) -> Iterator[list[PendingPoint]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dualenc.search.engines.migration_record import SampledRow
-from dualenc.search.engines.qdrant_collection import vector_of
+from dualenc.search.engines.qdrant_collection import quoted, vector_of
 from dualenc.search.engines.qdrant_migration import PointMigration, md5
 from dualenc.types import Vectors
 
@@ -70,7 +70,7 @@ class QdrantSample:
                 vector,
                 using=migration.old or None,
                 limit=count,
-                with_payload=[migration.id] if migration.id else False,
+                with_payload=quoted([migration.id] if migration.id else False),
             )
             names = [migration.name_of(point) for point in answer.points]
             self.point_of.update(zip(names, [point.id for point in answer.points]))

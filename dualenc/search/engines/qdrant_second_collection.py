@@ -65,6 +65,8 @@ class SecondCollectionMigration(PointMigration):
             replication_factor=params.replication_factor,
             write_consistency_factor=params.write_consistency_factor,
             on_disk_payload=params.on_disk_payload,
+            payload=params.payload,
+            id_tracker=params.id_tracker,
             hnsw_config=_as(models.HnswConfigDiff, config.hnsw_config),
             optimizers_config=_as(models.OptimizersConfigDiff, config.optimizer_config),
             wal_config=_as(models.WalConfigDiff, config.wal_config),
