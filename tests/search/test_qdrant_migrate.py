@@ -21,7 +21,9 @@ from dualenc.search.engines import qdrant_migration, qdrant_owner
 from dualenc.search.engines.qdrant_collection import KEY, MARK
 from dualenc.workflows import migrate_collection as workflow
 from tests.helpers import toy
+from tests.helpers.http_qdrant import http_server
 from tests.helpers.in_process import failure, run
+from tests.helpers.local_qdrant import CLIENT
 from tests.helpers.migrated_collection import (
     URL,
     all_points,
@@ -464,3 +466,37 @@ def test_what_the_page_tells_clients_to_do(served: Any, toy_text: Path, named: b
     names: dict[str, Any] = {"embed": embed_query}
     exec(compile(block, str(PAGE), "exec"), names)
     assert names["hits"].points[0].id == 7
+
+
+@pytest.mark.parametrize("named", NAMED)
+def test_requests_over_http(toy_text: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
+    """What the client sends, parsed by its own models, which refuse unknown fields."""
+    monkeypatch.setattr(qdrant_client, "QdrantClient", CLIENT)
+    behind = ServedClient()
+    texts = make_collection(behind, "docs-1", named, alias="docs")
+    old: Any = old_vectors(60)[3].tolist()
+    payload = {"body": texts[3], "year": None}
+    point = models.PointStruct(id=3, vector={"old": old} if named else old, payload=payload)
+    behind.upsert("docs-1", [point])
+    with http_server(behind) as url:
+        options: dict[str, Any] = {"progress": False, "device": "cpu"}
+        report = workflow.migrate_collection(url, "docs", str(toy_text), **options)
+        assert (report.state, report.missing) == ("switched", 0)
+        check_points(behind, "docs", toy_text, dict(enumerate(texts)))
+        collection, vector, _ = searched(behind, "docs")
+        new: Any = embedded(toy_text, ["hen fox"])[0].tolist()
+        point = models.PointStruct(
+            id=5, vector={vector: new} if named else new, payload={"body": "hen fox"}
+        )
+        behind.upsert(collection, [point])
+        behind.set_payload(collection, {"year": 1}, points=[6])
+        behind.delete(collection, models.PointIdsList(points=[7]))
+        assert workflow.roll_back_collection(url, "docs").missing == 1
+        assert behind.count("docs").count == 59
+        workflow.migrate_collection(url, "docs", str(toy_text), **options)
+        workflow.finish_collection(url, "docs")
+    expected = dict(enumerate(texts)) | {5: "hen fox"}
+    del expected[7]
+    check_points(behind, "docs", toy_text, expected)
+    assert behind.retrieve("docs", [3])[0].payload == payload
+    behind.client.close()
