@@ -120,10 +120,13 @@ def migrate_collection(
             rows = QdrantSample(migration, opened.parameters(notes))
             judged = data if opened.folder is None or _is_judged(data) else None
             measured = TableSample(rows, encoder, old, judged, batch_size).measure()
+            if texts is not None:
+                texts.report(opened.location)
             name = recorded_name(new_model)
             record = new_record(name, checksum, old, {**notes, **measured})
         elif record.state == FINISHED or (record.state == SWITCHED and report_only):
             return opened.report(record)
+        _check_names(record, columns or TableColumnNames(), opened.location)
         migration = opened.migration(record.notes, texts)
         report = report_of(opened.location, record, state="measured")
         if record.state == FILLING:
@@ -143,6 +146,19 @@ def migrate_collection(
         if texts is not None:
             texts.report(opened.location)
         return opened.report(record)
+
+
+def _check_names(record: Migration, given: TableColumnNames, location: str) -> None:
+    """Raise if fields or vectors are named that differ from those of the migration under way."""
+    names = {"--vector": ("old", given.vector), "--text": ("text", given.text)}
+    names["--id"] = ("id", given.id)
+    for option, (note, name) in names.items():
+        if name is not None and name != record.notes.get(note):
+            raise DualencError(
+                f"the migration under way has {option} {record.notes.get(note)!r}",
+                fix="end it first: --finish, or --rollback --discard",
+                where=location,
+            )
 
 
 def finish_collection(target: str, collection: str | None) -> TableReport:
@@ -247,6 +263,13 @@ class _Opened:
 
     def _pushed(self, known: Provenance, encoder: DualEncoder, model: str) -> dict[str, Any]:
         """Return the notes for a pushed collection: what its folder says before and afterwards."""
+        is_text = known.side in (None, "right") and known.modality in (None, "text")
+        if not is_text or not self.collection.aliases():
+            raise DualencError(
+                "its vectors are not of documents" if not is_text else "its name is no alias",
+                fix="embed with the new model, and push with --replace",
+                where=self.location,
+            )
         checksum = tower_checksum(encoder.right)
         fingerprint = digest_of(known.fingerprint, checksum)
         about = (model, checksum, "right", "text", "embedding", encoder.kind)

@@ -429,6 +429,9 @@ def test_refusals(served: Any, toy_text: Path, capsys: pytest.CaptureFixture[str
         said = failure(capsys, *words)
         assert message in said
         assert "s3cret" not in said
+    run(*base, "--table", "docs", "--text", "body", "--device", "cpu")
+    said = failure(capsys, *base, "--table", "docs", "--text", "title")
+    assert "the migration under way has --text 'body'; end it first" in said
     served.update_collection("docs", metadata={KEY: {"state": "filling"}})
     assert f"its metadata has a corrupt '{KEY}'; remove it" in failure(
         capsys, *base, "--table", "docs"

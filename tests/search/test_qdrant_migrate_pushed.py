@@ -15,6 +15,7 @@ from qdrant_client import models
 from dualenc.errors import DualencError
 from dualenc.search.engines import qdrant_migration, qdrant_owner
 from dualenc.search.engines.factory import open_engine
+from dualenc.search.engines.qdrant_collection import KEY
 from dualenc.search.searcher import Searcher
 from dualenc.workflows import migrate_collection as workflow
 from tests.helpers import toy
@@ -169,3 +170,15 @@ def test_refusals(
     finally:
         moved.rename(gone)
     check_engine(pushed, made / "new", whole_texts(made))
+
+
+def test_data_of_other_items_is_refused_before_anything_is_written(
+    made: Path, pushed: Path, served: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"_id": "x", "text": "hen fox"}\n{"_id": "y", "text": "gnu"}\n')
+    before = meta(pushed)
+    said = failure(capsys, "migrate", pushed, made / "new", "--data", other)
+    assert "name the data that was embedded by --data" in said
+    assert meta(pushed) == before
+    assert KEY not in served.get_collection("docs").config.metadata
