@@ -503,3 +503,29 @@ def test_requests_over_http(toy_text: Path, monkeypatch: pytest.MonkeyPatch, nam
     check_points(behind, "docs", toy_text, expected)
     assert behind.retrieve("docs", [3])[0].payload == payload
     behind.client.close()
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_server_that_dies_within_a_request_leaves_points_pending(
+    served: Any, toy_text: Path, monkeypatch: pytest.MonkeyPatch, done: int, switched: bool
+) -> None:
+    texts = make_collection(served, "docs", True)
+    if switched:
+        migrate("docs", toy_text)
+        # Clients that are late: a text alone, and a point without the new vector.
+        served.set_payload("docs", {"body": "ant"}, points=[9])
+        late = models.PointStruct(id=8, vector={"old": [1.0] * OLD_DIM}, payload={"body": "bee"})
+        served.upsert("docs", [late])
+        texts[9], texts[8] = "ant", "bee"
+    batch = served.batch_update_points
+
+    def dying(name: str, operations: list[Any], **options: Any) -> None:
+        batch(name, operations[:done], **options) if done else None
+        raise ConnectionError("the server is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(DualencError, match="the server is gone"):
+        patch.setattr(served, "batch_update_points", dying, raising=False)
+        migrate("docs", toy_text)
+    migrate("docs", toy_text)
+    check_points(served, "docs", toy_text, dict(enumerate(texts)))

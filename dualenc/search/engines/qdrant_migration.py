@@ -1,4 +1,4 @@
-"""What both ways to migrate a collection of Qdrant share: pending points, and writes to them.
+"""Migrate a collection of Qdrant: pending points, and writes to them, for both ways to do it.
 
 Qdrant has no transactions. Beside each new vector the payload gets a checksum of what the vector
 was made of, so whatever clients insert or change meanwhile becomes pending by itself, and passes
@@ -210,7 +210,7 @@ def set_marks(marks: Sequence[tuple[Any, str]]) -> list[Any]:
     """Return the operations that write checksums into the payloads of points."""
     operations = []
     for id, mark in marks:
-        # By a condition: a point that was deleted meanwhile is no error, as it would be by its id.
+        # By a condition: by its id, a point that was deleted meanwhile would be an error.
         has_id = models.Filter(must=[models.HasIdCondition(has_id=[id])])
         change = models.SetPayload(payload={MARK: mark}, filter=has_id)
         operations.append(models.SetPayloadOperation(set_payload=change))

@@ -2,8 +2,8 @@
 
 The checksum of a point is that of its text. A point is pending while it lacks the new vector, or
 while the checksum differs. Clients that replace a point remove both, and clients that change a text
-alone make them differ. Each write removes the checksum first, then writes the vector, and then the
-checksum of the text that was embedded, so a kill in between leaves the point pending.
+alone make them differ. Each write blanks the checksum first, then writes the vector, and then the
+checksum of the text that was embedded, so a point stays pending if only a part of it is done.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dualenc.search.engines.qdrant_migration import (
     without_vector,
 )
 
+BEGUN = ""
+"""Checksum of a point whose vector is being written."""
 NONE = "none:"
 """Begins the checksum of a text without a vector, such as a blank one."""
 
@@ -86,12 +88,11 @@ class NamedVectorMigration(PointMigration):
         return rows
 
     def put(self, rows: Sequence[tuple[PendingPoint, np.ndarray | None]]) -> None:
-        """Remove checksums, write vectors, and then the checksums of their texts."""
-        operations: list[Any] = []
-        if marked := [row.id for row, _ in rows if row.mark is not None]:
-            by_id = models.Filter(must=[models.HasIdCondition(has_id=marked)])
-            keys = models.DeletePayload(keys=[MARK], filter=by_id)
-            operations.append(models.DeletePayloadOperation(delete_payload=keys))
+        """Blank the checksums, write vectors, and then the checksums of their texts."""
+        # Not removed: after the switch a point without a checksum is a client's own.
+        all_rows = models.Filter(must=[models.HasIdCondition(has_id=[row.id for row, _ in rows])])
+        begun = models.SetPayload(payload={MARK: BEGUN}, filter=all_rows)
+        operations: list[Any] = [models.SetPayloadOperation(set_payload=begun)]
         vectors = {row.id: vector.tolist() for row, vector in rows if vector is not None}
         for is_marked in (False, True):
             points = [
