@@ -61,11 +61,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[str]:
-    """The URL of a database with pgvector, on a server of the tests' own."""
+def postgres_server() -> Iterator[str]:
+    """The URL of a server of the tests' own that has pgvector."""
     from tests.helpers.postgres_server import running_server
 
     with running_server() as target:
+        yield target
+
+
+@pytest.fixture(scope="module")
+def postgres(postgres_server: str) -> Iterator[str]:
+    """The URL of a new database: files of tests do not see each other's tables."""
+    from tests.helpers.postgres_server import new_database
+
+    with new_database(postgres_server) as target:
         yield target
 
 

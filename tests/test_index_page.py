@@ -53,7 +53,8 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def commands() -> list[list[str]]:
     """The page's commands, as lists of words, without scripts, and without those for images and
-    tables, which tests/commands/test_adapt_images.py and test_migrate_table.py have."""
+    tables, which have their own tests in tests/commands: test_adapt_images.py,
+    test_migrate_images.py, test_migrate_table.py."""
     blocks = [block for block in code(PAGE, "bash") if not block.startswith("#!")]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     found = [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]

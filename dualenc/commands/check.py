@@ -23,19 +23,23 @@ def check(
     *,
     model: str | None = None,
     queries: str | None = None,
+    data: str | None = None,
     json_file: Annotated[str | None, Parameter(name="--json")] = None,
     device: str | None = None,
 ) -> None:
     """Check an index, embeddings or a pushed collection; exit code 1 after an alarm.
 
-    Stored texts are embedded again and compared with their vectors: another prompt, pooling,
-    length or other weights are named. Vectors, ids, texts, recall, drift of queries and unfinished
-    migrations are checked, too. Nothing is written to FOLDER.
+    Stored texts, or the images that vectors are of, are embedded again and compared with the stored
+    vectors: another prompt, pooling, length, preprocessing or other weights are named. Vectors,
+    ids, texts, recall, drift of queries and unfinished migrations are checked, too. Nothing is
+    written to FOLDER.
 
     Args:
         folder: an index, embeddings, or what `dualenc push` wrote.
         model: model folder or name; by default the recorded one.
-        queries: table of recent queries (texts or vectors), to measure recall and drift with.
+        queries: table of recent queries (texts, images or vectors), to measure recall and drift
+            with.
+        data: where the images are now; by default the recorded place.
         json_file: file for the findings and their numbers.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
@@ -48,7 +52,7 @@ def check(
     if json_file is not None:
         check_file_target(json_file)
         check_outside(json_file)
-    result = check_vectors.check(folder, model=model, queries=queries, device=device)
+    result = check_vectors.check(folder, model=model, queries=queries, data=data, device=device)
     print_table(_wrapped(result))
     if json_file is not None:
         write_json(json_file, result.as_json())

@@ -24,6 +24,7 @@ def migrate(
     anyway: bool = False,
     rollback: bool = False,
     discard: bool = False,
+    allow_outside: bool = False,
     batch_size: BatchSize = 32,
     device: str | None = None,
     options: TableOptions,
@@ -42,8 +43,9 @@ def migrate(
     read and write, and then takes the place of the first in a short transaction.
 
     Args:
-        index: an index of texts, or postgresql://user@host/database with --table.
-        new_model: model folder or name, of kind query-document.
+        index: an index of texts or images, or postgresql://user@host/database with --table.
+        new_model: model folder or name, of the kind of the old one: query-document, image-text or
+            image.
         data: the documents, unless the index keeps their texts (`dualenc index --texts`); by
             default what the index was made of. With a BEIR folder that has test judgements the
             report measures nDCG@10.
@@ -55,14 +57,18 @@ def migrate(
         rollback: put the old index back and end the migration; embedded vectors stay, for a later
             migration.
         discard: with --rollback, remove these vectors too.
-        batch_size: texts per forward pass.
+        allow_outside: image paths may lead out of the folder of a table that you trust; candidates
+            then do not answer, since searches never read such images.
+        batch_size: texts or images per forward pass.
         device: device, such as cpu or cuda:0; by default a GPU if there is one.
     """
     if options.finish:
         others = {"--report-only": report_only, "--anyway": anyway, "--rollback": rollback}
+        others |= {"--allow-outside": allow_outside}
         refuse_together("--finish", {**others, "--data": data, "--queries": queries})
     if rollback:
         others = {"--report-only": report_only, "--anyway": anyway}
+        others |= {"--allow-outside": allow_outside}
         refuse_together("--rollback", {**others, "--data": data, "--queries": queries})
     # The report never replaces anything, so there is nothing to go on with anyway.
     if report_only:
@@ -79,6 +85,7 @@ def migrate(
     settings: dict[str, Any] = {"data": data, "queries": queries, "report_only": report_only}
     settings |= {"anyway": anyway, "batch_size": batch_size, "device": device}
     if "://" in index or _is_in_qdrant(index):
+        refuse_together("a table or collection", {"--allow-outside": allow_outside})
         migrate_table(index, new_model, options, settings, rollback=rollback, discard=discard)
         return
     given = [option for option, is_given in given_options(options).items() if is_given]
@@ -97,6 +104,7 @@ def migrate(
         index,
         new_model,
         **settings,
+        allow_outside=allow_outside,
         # Shown before the documents are embedded, which may take hours.
         on_report=_print_report,
     )

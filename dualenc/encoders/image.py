@@ -47,6 +47,8 @@ SMALL = 64
 """Up to this number of pixels per side, images get the small-image stem and are not cropped for
 evaluation."""
 
+Build = Callable[[Mapping[str, Any]], Callable[[Image.Image], Tensor]]
+"""A function from settings of preprocessing to a function from an image to pixels."""
 Augment = Callable[[Image.Image, int], Any]
 """A pure function from an RGB image and a seed to pixels (3, H, W), float32."""
 
@@ -107,7 +109,7 @@ class ImageEncoder(DualEncoder):
             _report_other_size(augment, size)
         # Augmentations end with pixels in [0, 1], whatever statistics the backbone expects.
         augmented = partial(normalized, augment=augment, mean=mean, std=std)
-        prepare = ImagePrepare(evaluate, augmented, config)
+        prepare = ImagePrepare(evaluate, augmented, config, _evaluation)
         tower = ProjectedTower(model, head, prepare, features, projector_dim or features)
         super().__init__(tower, tower, kind="image", views=True)
         self.backbone_args = all_args
@@ -215,11 +217,9 @@ def _try_backbone(
     model: nn.Module, config: dict[str, Any], backbone: str
 ) -> tuple[Callable[[Image.Image], Tensor], tuple[list[float], list[float]], int]:
     """Encode a gray image; return preprocessing, mean and std of pixels, and number of features."""
-    from timm.data import create_transform
-
     # A foreign folder may contain any preprocessing and any model, so try them out.
     with torch.no_grad(), explain(f"{backbone}: cannot encode an image", "check its arguments"):
-        evaluate = create_transform(**config, is_training=False)
+        evaluate = _evaluation(config)
         pixels = checked_pixels(evaluate, config["input_size"])
         shape = tuple(model.eval()(pixels[None]).shape)
         statistics = list(config["mean"]), list(config["std"])
@@ -230,6 +230,14 @@ def _try_backbone(
             where=backbone,
         )
     return evaluate, statistics, shape[1]
+
+
+def _evaluation(config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor]:
+    """Return timm's preprocessing for evaluation."""
+    from timm.data import create_transform
+
+    evaluate: Callable[[Image.Image], Tensor] = create_transform(**config, is_training=False)
+    return evaluate
 
 
 def _crops_and_flips(size: tuple[int, int]) -> v2.Compose:
@@ -429,6 +437,7 @@ class ImagePrepare(Prepare):
         evaluate: function from an image to pixels.
         augment: function from image and seed to pixels, a pure function of both.
         settings: settings of `evaluate` in plain values, part of the model's checksum.
+        build: function that makes `evaluate` of such settings; None if they cannot be changed.
     """
 
     modality = "image"
@@ -438,10 +447,23 @@ class ImagePrepare(Prepare):
         evaluate: Callable[[Image.Image], Tensor],
         augment: Augment,
         settings: Mapping[str, Any],
+        build: Build | None = None,
     ) -> None:
         self.evaluate = evaluate
         self.augment = augment
         self.settings = json.dumps(settings, sort_keys=True)
+        self.build = build
+
+    def changed(self, **settings: Any) -> ImagePrepare:
+        """Return the preprocessing with other settings, as another program may have had them.
+
+        Args:
+            settings: those that differ.
+        """
+        if self.build is None:
+            raise DualencError("this preprocessing cannot be changed", fix="give it a `build`")
+        other = {**json.loads(self.settings), **settings}
+        return ImagePrepare(self.build(other), self.augment, other, self.build)
 
     def __call__(self, items: Sequence[Any], seeds: Sequence[int] | None = None) -> Inputs:
         """Preprocess B RGB images.

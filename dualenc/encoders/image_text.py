@@ -7,12 +7,13 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -183,8 +184,17 @@ def _image_prepare(
 
     preprocess = PreprocessCfg(**preprocess_config)
     train = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(scale=crop_scale))
-    evaluate = image_transform_v2(preprocess, is_train=False)
-    return ImagePrepare(evaluate, partial(seeded_transform, transform=train), preprocess_config)
+    augment = partial(seeded_transform, transform=train)
+    return ImagePrepare(_evaluation(preprocess_config), augment, preprocess_config, _evaluation)
+
+
+def _evaluation(preprocess_config: Mapping[str, Any]) -> Callable[[Image.Image], Tensor]:
+    """Return open_clip's image preprocessing for evaluation."""
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+
+    preprocess = PreprocessCfg(**preprocess_config)
+    evaluate: Callable[[Image.Image], Tensor] = image_transform_v2(preprocess, is_train=False)
+    return evaluate
 
 
 class ClipImageTower(Tower):

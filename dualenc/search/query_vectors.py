@@ -1,4 +1,4 @@
-"""Encode one query with a tower, as a vector to search with."""
+"""Encode one query with a tower, as a vector to search with; the towers that encode queries."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualenc.encoders.dual import ZERO_VECTOR, Tower, check_item, unit_norm
+from dualenc.encoders.dual import ZERO_VECTOR, DualEncoder, Tower, check_item, unit_norm
 from dualenc.errors import DualencError
 from dualenc.io.decoding import rgb_item
+from dualenc.types import Modality, Side, opposite
 
 
 @torch.inference_mode()
@@ -54,3 +55,33 @@ def query_vector(
             fix="search for something else",
         )
     return vector
+
+
+def query_towers(encoder: DualEncoder, side: Side) -> dict[Modality, Tower]:
+    """Return the towers of a model that encode queries, by modality.
+
+    Image-text models encode each modality with its own tower. In query-document models queries take
+    the side opposite to the documents.
+
+        tower = query_towers(encoder, "left")["text"]
+
+    Args:
+        encoder: the model.
+        side: side that encodes the documents.
+    """
+    # If both towers take images, the later entry wins: the left tower.
+    sides: tuple[Side, ...] = ("right", "left")
+    if encoder.kind in ("query-document", "vector"):
+        sides = (opposite(side),)
+    return {tower.modality: tower for tower in map(encoder.tower, sides)}
+
+
+def modality_of(item: Any) -> Modality:
+    """Return the modality of a query: a string, a vector (D,), or otherwise an image.
+
+    Args:
+        item: the query.
+    """
+    if isinstance(item, str):
+        return "text"
+    return "vector" if isinstance(item, np.ndarray) else "image"

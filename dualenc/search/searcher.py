@@ -27,9 +27,9 @@ from dualenc.search.lexical import FOLDER as BM25_FOLDER
 from dualenc.search.lexical import Lexical, has_lexical
 from dualenc.search.migration.candidates import NUM_CANDIDATES, CandidateSearch
 from dualenc.search.migration.migration_folder import candidates_plan
-from dualenc.search.query_vectors import query_vector
+from dualenc.search.query_vectors import modality_of, query_towers, query_vector
 from dualenc.search.where import Condition, parse_conditions
-from dualenc.types import Modality, Side, opposite
+from dualenc.types import Modality, Side
 
 logger = logging.getLogger("dualenc.search")
 
@@ -114,18 +114,10 @@ class Searcher:
 
     @property
     def _query_towers(self) -> dict[Modality, Tower]:
-        """The towers that encode queries, by modality.
-
-        Image-text models encode each modality with its own tower. In query-document models queries
-        take the side opposite to the index.
-        """
+        """The towers that encode queries, by modality."""
         if isinstance(self.encoder, IndexEncoder):
             return self.encoder.query_towers()
-        # If both towers take images, the later entry wins: the left tower.
-        sides: tuple[Side, ...] = ("right", "left")
-        if self.encoder.kind in ("query-document", "vector"):
-            sides = (opposite(self.side),)
-        return {tower.modality: tower for tower in map(self.encoder.tower, sides)}
+        return query_towers(self.encoder, self.side)
 
     @property
     def takes(self) -> tuple[Modality, ...]:
@@ -178,7 +170,7 @@ class Searcher:
             DualencError: an argument does not fit the index or its model, or the vector of the
                 query is zero or not finite.
         """
-        tower = self.query_tower(_modality(item))
+        tower = self.query_tower(modality_of(item))
         if hybrid is not None and not (isinstance(item, str) and self.lexical):
             raise DualencError(
                 "hybrid search needs a text, and an index that was built with --bm25",
@@ -241,12 +233,6 @@ class Searcher:
         if self.candidates is not None:
             return self.candidates.search(item, vector, k, allowed_rows, **self.settings)
         return self.index.search(vector, k, allowed_rows=allowed_rows, **self.settings)[0]
-
-
-def _modality(item: Any) -> Modality:
-    if isinstance(item, str):
-        return "text"
-    return "vector" if isinstance(item, np.ndarray) else "image"
 
 
 def _fused(hits: list[Hit], lexical_hits: list[Hit], method: Fusion, weight: float) -> list[Hit]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dualenc.data.readers.sources import open_corpus
+from dualenc.data.store.items import rows_of
 from dualenc.encoders import load_model
 from dualenc.encoders.dual import DualEncoder
 from dualenc.encoders.index_encoder import IndexEncoder
@@ -28,6 +29,7 @@ from dualenc.search.checks.recall import check_filters, check_recall
 from dualenc.search.checks.stored import Sample, Stored, is_stored
 from dualenc.search.checks.vector_faults import check_vectors
 from dualenc.search.embed.encode import embed
+from dualenc.search.recorded_data import open_recorded
 from dualenc.search.searcher import recorded_model
 from dualenc.types import StrPath, opposite
 from dualenc.workflows.session import start_processes
@@ -87,20 +89,23 @@ def check(
     *,
     model: str | None = None,
     queries: StrPath | None = None,
+    data: StrPath | None = None,
     device: str | None = None,
 ) -> CheckResult:
     """Check an index, embeddings or a pushed collection; nothing is written to it.
 
-    Texts are embedded again and compared with their stored vectors (canaries); vectors are read
-    (at most 2²⁶ numbers), and ids, texts, recall, queries and the remains of killed commands are
-    checked. Same as `dualenc check`, except that alarms are returned: call `check` of the result.
+    Stored texts, or the images that vectors are of, are embedded again and compared with the stored
+    vectors (canaries); vectors are read (at most 2²⁶ numbers), and ids, texts, recall, queries and
+    the remains of killed commands are checked. Same as `dualenc check`, except that alarms are
+    returned: call `check` of the result.
 
         dualenc.check("index", queries="last_week.jsonl").check()
 
     Args:
         folder: index, embeddings, or what `push` wrote.
         model: model folder or name; by default the recorded one.
-        queries: table of recent queries as texts or vectors, for recall and drift.
+        queries: table of recent queries as texts, images or vectors, for recall and drift.
+        data: where the images of the vectors are now; by default the recorded place.
         device: device of the model; by default a GPU if there is one.
 
     Returns:
@@ -127,6 +132,7 @@ def check(
         return CheckResult(folder, [opens, swaps, migration])
     with closing(stored):
         opens = ok("opens", f"{len(stored.opened):,} vectors of dimension {stored.dim}")
+        _open_images(stored, None if data is None else str(data))
         checks = _check_contents(stored, model, queries, chosen)
         return CheckResult(folder, [opens, *checks, swaps, migration])
 
@@ -151,6 +157,34 @@ def _check_contents(
     yield check_recall(stored, sample, vectors)
     yield check_filters(stored)
     yield check_drift(stored, vectors)
+
+
+def _open_images(stored: Stored, data: str | None) -> None:
+    """Open the images that vectors are of, if they are of images."""
+    if stored.provenance.modality != "image":
+        if data is not None:
+            raise DualencError(
+                "--data names images, and these vectors are not of images",
+                fix="leave it out",
+                where=stored.folder,
+            )
+        return
+    try:
+        corpus = open_recorded(stored.provenance, stored.folder, data)
+    except DualencError as error:
+        # Images that somebody names must open; the recorded ones may be elsewhere.
+        if data is not None:
+            raise
+        stored.image_problem = str(error).removeprefix(f"{stored.folder}: ")
+        return
+    rows = rows_of(corpus.ids, stored.ids)
+    is_there = rows >= 0
+    if is_there.all():
+        stored.images = corpus.take(rows)
+        return
+    lacking = stored.ids[int(np.argmin(is_there))]
+    count = f"{int((~is_there).sum()):,} of {len(rows):,} images"
+    stored.image_problem = f"the data lacks {count}, such as {lacking[:40]!r}"
 
 
 def _read(stored: Stored) -> tuple[Sample | None, str]:

@@ -11,9 +11,10 @@ from dualenc.errors import DualencError
 from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.lexical import has_lexical
+from dualenc.search.recorded_data import from_record
 from dualenc.search.texts import has_texts
 from dualenc.types import StrPath
-from dualenc.workflows.recorded_options import ReadOptions, from_record, to_record
+from dualenc.workflows.recorded_options import ReadOptions, to_record
 
 
 def open_texts(folder: str, data: str | None, reading: ReadOptions) -> Corpus:

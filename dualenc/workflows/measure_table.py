@@ -22,7 +22,7 @@ from dualenc.search.engines.migration_record import SampledRow
 from dualenc.search.migration.maps import NEIGHBORS
 from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
-from dualenc.workflows.migration_texts import MAX_JUDGED, MAX_QUERIES
+from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES
 from dualenc.workflows.text_vectors import text_vectors
 
 MIN_ROWS = 2

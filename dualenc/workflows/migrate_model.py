@@ -14,6 +14,7 @@ import numpy as np
 
 from dualenc.data import Corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
+from dualenc.encoders.dual import Kind
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
@@ -35,20 +36,39 @@ from dualenc.search.migration.migration_folder import (
 )
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
 from dualenc.search.migration.vector_cache import VectorCache
+from dualenc.search.query_vectors import query_towers
 from dualenc.search.searcher import check_encoder, recorded_model
+from dualenc.types import Modality, OnError, Side
+from dualenc.workflows.migration_documents import (
+    Documents,
+    check_same_images,
+    open_migration_documents,
+)
 from dualenc.workflows.migration_questions import (
     Questions,
     document_questions,
     judged_questions,
     warm_seconds,
 )
-from dualenc.workflows.migration_texts import Texts, open_migration_texts
-from dualenc.workflows.session import open_model, recorded_name, start_processes
+from dualenc.workflows.session import (
+    open_model,
+    recorded_name,
+    report_skipped,
+    start_processes,
+)
 
 logger = logging.getLogger("dualenc.workflows")
 
 MIN_DOCUMENTS = 100
 """Fewer documents are too few to learn maps from, and embedding all of them takes seconds."""
+MIGRATED: tuple[tuple[Kind, Modality, Side], ...] = (
+    ("query-document", "text", "right"),
+    ("image-text", "image", "left"),
+    ("image-text", "text", "right"),
+    ("image", "image", "right"),
+    ("image", "image", "left"),
+)
+"""What an index that migrates may hold: kind of model, modality and side of the documents."""
 TITLE = "Change of model"
 
 
@@ -119,6 +139,7 @@ def migrate(
     queries: str | None = None,
     report_only: bool = False,
     anyway: bool = False,
+    allow_outside: bool = False,
     batch_size: int = 32,
     device: str | None = None,
     progress: bool = True,
@@ -137,8 +158,9 @@ def migrate(
             migrate("index", "new-model", data="my_beir")
 
     Args:
-        index: an index of texts.
-        new_model: model folder or name, of kind query-document.
+        index: an index of texts or images.
+        new_model: model folder or name, of the kind of the old one: query-document, image-text or
+            image.
         data: the documents, unless the index keeps their texts; None takes what the index records.
             With a BEIR folder that has test judgements, nDCG@10 is measured.
         queries: table of past queries, which decide the order; None takes those of the BEIR folder,
@@ -146,7 +168,9 @@ def migrate(
         report_only: stop after the measurements.
         anyway: continue even if the new model finds significantly less than the old one; without
             judgements, answer by candidates or mapped vectors.
-        batch_size: number of texts per forward pass.
+        allow_outside: whether image paths may lead out of the folder of a table that you trust.
+            Searches never read such images, so candidates then do not answer.
+        batch_size: number of documents per forward pass.
         device: name of the device, such as "cpu" or "cuda:0"; None takes a GPU if there is one.
         progress: show progress bars.
         on_report: function that gets the report before documents are embedded, which may take
@@ -162,11 +186,11 @@ def migrate(
     _check_single_process()
     # The work folder stays locked for hours; the index itself only while it is read or replaced.
     with locked(work_folder(index), wait=False, option="INDEX"):
-        opened = _open(index, new_model, data, queries, device)
+        opened = _open(index, new_model, data, queries, allow_outside, device)
         if isinstance(opened, MigrationReport):
             return opened
         steps = _Steps(*opened, batch_size, progress)
-        report = _report(index, steps, anyway)
+        report = _report(index, steps, anyway, may_search_documents=not allow_outside)
         # Before hours of embedding, so that a user can stop them by what is measured.
         if on_report is not None:
             on_report(report)
@@ -179,8 +203,9 @@ def migrate(
             index,
         )
         if report.meanwhile == "candidates":
-            corpus = steps.texts.corpus
-            steps.migration.serve_candidates(corpus[row] for row in range(len(corpus)))
+            corpus = steps.documents.corpus
+            texts = (corpus[row] for row in range(len(corpus)))
+            steps.migration.serve_candidates(texts if corpus.modality == "text" else None)
         steps.embed_all(report.served)
     return replace(report, state="replaced")
 
@@ -218,12 +243,17 @@ class _Opened(NamedTuple):
     """A migration that can start: its work folder, the documents and queries, and the new model."""
 
     migration: Migration
-    texts: Texts
+    documents: Documents
     encoder: DualEncoder
 
 
 def _open(
-    folder: str, name: str, data: str | None, queries: str | None, device: str | None
+    folder: str,
+    name: str,
+    data: str | None,
+    queries: str | None,
+    allow_outside: bool,
+    device: str | None,
 ) -> _Opened | MigrationReport:
     """Open and check everything; return a report if there is nothing to migrate."""
     if is_pushed(folder):
@@ -236,51 +266,68 @@ def _open(
     # before, or after and is refused.
     with locked(folder, wait=False, option="INDEX"):
         index = Index.open(folder)
-        _check_kind(folder, index.provenance)
-        encoder = open_model(name, ("query-document",), start_processes(device))
-        checksum = tower_checksum(encoder.right)
+        kind, side = _kind_and_side(folder, index.provenance)
+        processor = start_processes(device)
+        encoder = open_model(name, (kind,), processor)
+        checksum = tower_checksum(encoder.tower(side))
         if index.provenance.model_checksum == checksum and not index.provenance.mapped:
             _clean_up(folder, checksum)
             model = recorded_name(name)
             return MigrationReport(folder, "unchanged", len(index), model, model)
-        _check_can_migrate(folder, index, encoder.right.dim)
-        texts = open_migration_texts(folder, index, data, queries)
+        _check_can_migrate(folder, index, encoder.dim)
+        takes = query_towers(encoder, side)
+        documents = open_migration_documents(
+            folder, index, data, queries, takes, allow_outside=allow_outside
+        )
         notes = {
             "model": recorded_name(name),
             "model_checksum": checksum,
-            "side": "right",
+            "side": side,
             "kind": encoder.kind,
         }
-        # Other texts or queries must not resume this migration.
-        past = "" if texts.past is None else texts.past.identity()
-        inputs = {"texts": texts.corpus.identity(), "queries": past}
+        modality = documents.corpus.modality
+        # Other documents or queries must not resume this migration.
+        past = "" if documents.past is None else documents.past.identity()
+        inputs = {f"{modality}s": documents.corpus.identity(), "queries": past}
+        if modality == "image":
+            # Searches by candidates read the images, too, and the next migration.
+            notes["data"] = recorded_name(data or index.provenance.data or "")
+            # Those of an interrupted migration were compared when it began.
+            is_new = (read_plan(folder) or {}).get("images") != inputs["images"]
+            if is_new and not index.provenance.mapped:
+                check_same_images(folder, index, documents.corpus, processor)
         # Recorded last, when nothing more can be refused.
         migration = Migration(folder, notes, inputs)
-    return _Opened(migration, texts, encoder)
+    return _Opened(migration, documents, encoder)
 
 
-def _check_kind(folder: str, about: Provenance) -> None:
-    """Raise unless an index holds documents of a query-document model and has a factory string."""
+def _kind_and_side(folder: str, about: Provenance) -> tuple[Kind, Side]:
+    """Return kind and side of the model of an index; raise unless it migrates."""
     if about.modality is None:
         raise DualencError(
             "does not say which model made it",
             fix="build it from what `dualenc embed` writes",
             where=folder,
         )
-    expected = {
-        "kind": "query-document",
-        "modality": "text",
-        "side": "right",
-        "output": "embedding",
-    }
+    recorded = (about.kind, about.modality, about.side)
     # An entry that is not recorded is taken for granted.
-    actual = {**expected, **about.only(expected).entries()}
-    if actual != expected:
-        what = ", ".join(map(str, actual.values()))
+    fitting = [
+        each
+        for each in MIGRATED
+        if all(own in (None, entry) for own, entry in zip(recorded, each, strict=True))
+    ]
+    output = about.output or "embedding"
+    if not fitting or output != "embedding":
+        what = ", ".join(entry for entry in (*recorded, output) if entry)
         raise DualencError(
-            f"holds {what}", fix="only documents of a query-document model migrate", where=folder
+            f"holds {what}",
+            fix="only documents of a query-document model, or images or texts of an image-text or "
+            "image model, migrate",
+            where=folder,
         )
     about.check(Path(folder) / META, ["factory"], "build the index again")
+    kind, _, side = fitting[0]
+    return kind, side
 
 
 def _clean_up(folder: str, checksum: str) -> None:
@@ -305,7 +352,7 @@ def _check_can_migrate(folder: str, index: Index, dim: int) -> None:
     plan = read_plan(folder)
     check_report_target(_page(work_folder(folder)), "move it away")
     about = index.provenance
-    # Mapped vectors can only be replaced with the texts and maps of their work folder.
+    # Mapped vectors can only be replaced with the documents and maps of their work folder.
     if about.mapped and (plan is None or "ended" in plan):
         raise DualencError(
             f"{about.mapped:,} vectors are mapped, and its work folder is gone",
@@ -327,7 +374,9 @@ def _page(work: Path) -> Path:
     return Path(f"{work}.html")
 
 
-def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
+def _report(
+    index: str, steps: _Steps, anyway: bool, *, may_search_documents: bool
+) -> MigrationReport:
     """Measure, unless an interrupted run has, and write the page."""
     migration = steps.migration
     measured = migration.report
@@ -342,6 +391,12 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
             meanwhile = "index"
         elif meanwhile == "index":
             served = list(SHARES)
+    if meanwhile == "candidates" and not may_search_documents:
+        logger.warning(
+            "%s: searches read no images outside of their table, so candidates do not answer",
+            index,
+        )
+        meanwhile = "index"
     report = MigrationReport(
         index=index,
         state="measured",
@@ -363,21 +418,23 @@ class _Steps:
     """Embedding and measuring with the new model."""
 
     migration: Migration
-    texts: Texts
+    documents: Documents
     encoder: DualEncoder
     batch_size: int
     progress: bool
 
     def __post_init__(self) -> None:
         work = self.migration.work
+        self.side: Side = self.migration.notes["side"]
+        self.query_towers = query_towers(self.encoder, self.side)
         path = cache_path(self.migration.folder, self.migration.plan)
-        self.cache = VectorCache(path, self.encoder.right.dim)
+        self.cache = VectorCache(path, self.encoder.dim)
         self.old = open_documents(work / "old", work)
         judged: set[str] = set()
-        if self.texts.judged is not None:
-            judged.update(*self.texts.judged[1].values())
+        if self.documents.judged is not None:
+            judged.update(*self.documents.judged[1].values())
         # Judged documents must be in the sample, or nDCG could not be measured on it.
-        is_judged = [name in judged for name in self.texts.corpus.ids]
+        is_judged = [name in judged for name in self.documents.corpus.ids]
         self.rows = sample_rows(len(is_judged), np.flatnonzero(is_judged))
         started = time.perf_counter()
         self.is_resumed = (work / "sample").exists()
@@ -392,6 +449,7 @@ class _Steps:
         bar: str,
         dim: int | None = None,
         known: Known | None = None,
+        on_error: OnError = "raise",
     ) -> Embeddings:
         """Embed with a progress bar of this name."""
         return embed(
@@ -400,15 +458,14 @@ class _Steps:
             out,
             batch_size=self.batch_size,
             dim=dim,
-            # Skipping is not an option: the index needs a vector of each text.
-            on_error="raise",
+            on_error=on_error,
             progress=bar if self.progress else False,
             known=known,
         )
 
     def _embed_documents(self, rows: np.ndarray, name: str, bar: str) -> Embeddings:
         """Embed documents (n,) of the index into a folder of the work folder."""
-        corpus = self.texts.corpus.take(rows)
+        corpus = self.documents.corpus.take(rows)
 
         def known(places: Sequence[int]) -> dict[int, np.ndarray]:
             """Return the vectors that searches have embedded as candidates."""
@@ -420,37 +477,47 @@ class _Steps:
             }
 
         out = self.migration.work / name
-        return self._embed(self.encoder.right, corpus, out, bar, known=known)
+        # Skipping is not an option: the index needs a vector of each document.
+        return self._embed(self.encoder.tower(self.side), corpus, out, bar, known=known)
 
-    def _embed_queries(self, tower: Tower, queries: Corpus, dim: int | None = None) -> np.ndarray:
+    def _embed_queries(
+        self,
+        towers: Mapping[Modality, Tower],
+        queries: Corpus,
+        dim: int | None = None,
+        on_error: OnError = "raise",
+    ) -> np.ndarray:
         """Return the vectors (Q, D) of queries."""
-        return np.asarray(self._embed(tower, queries, None, "embed queries", dim).vectors)
+        options: dict[str, Any] = {"dim": dim, "on_error": on_error}
+        made = self._embed(towers[queries.modality], queries, None, "embed queries", **options)
+        report_skipped(made)
+        return np.asarray(made.vectors)
 
     def measure(self) -> dict[str, Any]:
         """Choose and learn the map, order the documents and measure; write all of it."""
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
-        old_tower = self._old_tower()
+        old_towers = self._old_towers()
         # Documents stand in for queries if there are none, or no model to embed them.
         past = old
-        if old_tower is not None and self.texts.past is not None:
-            past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        if old_towers is not None and self.documents.past is not None:
+            past = self._embed_queries(old_towers, self.documents.past, self.old.dim, "skip")
         # Documents that queries find often come first, so that quality recovers early.
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        questions = self._questions(old, new, fold, old_tower)
+        questions = self._questions(old, new, fold, old_towers)
         mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
         kind = questions.best_map(new, mapped)
         maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
         places = np.argsort(order)[self.rows]
         sample = measures.Sample(old, new, mapped[kind], places, len(order))
         # Without the old model nothing finds candidates.
-        scores = questions.all_scores(sample, kind, has_candidates=old_tower is not None)
+        scores = questions.all_scores(sample, kind, has_candidates=old_towers is not None)
         facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
-        if old_tower is not None:
-            facts |= self._candidate_facts(old_tower, questions)
+        if old_towers is not None:
+            facts |= self._candidate_facts(old_towers, questions)
         systems = measures.summarize(scores)
         meanwhile = measures.best_meanwhile(scores)
         served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems)
@@ -460,14 +527,18 @@ class _Steps:
         return report
 
     def _questions(
-        self, old: np.ndarray, new: np.ndarray, fold: np.ndarray, old_tower: Tower | None
+        self,
+        old: np.ndarray,
+        new: np.ndarray,
+        fold: np.ndarray,
+        old_towers: Mapping[Modality, Tower] | None,
     ) -> Questions:
         """Return the judged queries, or documents if there are none or no model to embed them."""
-        if old_tower is None or self.texts.judged is None:
-            return document_questions(old, new, fold, self.texts.corpus.take(self.rows))
-        queries, qrels = self.texts.judged
-        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
-        new_queries = self._embed_queries(self.encoder.left, queries)
+        if old_towers is None or self.documents.judged is None:
+            return document_questions(old, new, fold, self.documents.corpus.take(self.rows))
+        queries, qrels = self.documents.judged
+        old_queries = self._embed_queries(old_towers, queries, self.old.dim)
+        new_queries = self._embed_queries(self.query_towers, queries)
         found = (old_queries, new_queries, self.migration.old, self.rows)
         return judged_questions(queries, qrels, *found)
 
@@ -494,11 +565,14 @@ class _Steps:
             facts["seconds for the others, estimated"] = rest
         return facts
 
-    def _candidate_facts(self, old_tower: Tower, questions: Questions) -> dict[str, Any]:
+    def _candidate_facts(
+        self, old_towers: Mapping[Modality, Tower], questions: Questions
+    ) -> dict[str, Any]:
         """Return where candidates come from, and the time of a query by candidates."""
         index, num_candidates = self.migration.old, min(NUM_CANDIDATES, len(self.migration.old))
         vectors = np.asarray(self.sample.vectors[:num_candidates], np.float32)
-        warm = warm_seconds(questions.texts, old_tower, self.encoder.left, index, vectors)
+        towers = (old_towers[questions.few.modality], self.query_towers[questions.few.modality])
+        warm = warm_seconds(questions.few, *towers, index, vectors)
         facts: dict[str, Any] = {"candidates are": questions.candidates_from}
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
@@ -506,14 +580,14 @@ class _Steps:
             facts["seconds per query by candidates, cold"] = round(cold, 3)
         return facts | {"seconds per query by candidates, warm": round(warm, 4)}
 
-    def _old_tower(self) -> Tower | None:
-        """Return the query tower of the old model; None if it is gone or has changed."""
+    def _old_towers(self) -> Mapping[Modality, Tower] | None:
+        """Return the query towers of the old model; None if it is gone or has changed."""
         index = self.migration.old
         device = next(self.encoder.parameters()).device
         try:
             encoder = load_model(recorded_model(index.provenance, self.migration.folder), device)
             check_encoder(encoder, index.provenance, index.dim, self.migration.folder)
-            return encoder.left
+            return query_towers(encoder, self.side)
         except DualencError as error:
             logger.info(
                 "documents take the place of queries; the old model is of no use: %s", error
@@ -531,6 +605,8 @@ class _Steps:
                 embedded.append(self._embed_documents(stage.rows, name, bar))
             # A resumed run must not replace the index by one with fewer new vectors.
             if stage.share in served and self.migration.is_ahead(stage.stop):
+                if stage.share == 1:
+                    self._check_unchanged()
                 self._report_dropped()
                 self.migration.swap(self.old, embedded, stage.stop)
                 logger.info(
@@ -541,6 +617,17 @@ class _Steps:
                 )
         # Last: until here a rollback needs the old index.
         remove_work(self.migration.folder)
+
+    def _check_unchanged(self) -> None:
+        """Raise if images have changed since the migration began; searches may have read them."""
+        corpus = self.documents.corpus
+        if corpus.modality == "image" and corpus.identity() != self.migration.plan["images"]:
+            raise DualencError(
+                "images have changed since the migration began, so vectors may be of others",
+                fix="restore them and repeat the command, or end it: "
+                f"dualenc migrate {self.migration.folder} --rollback --discard",
+                where=self.migration.notes["data"],
+            )
 
     def _report_dropped(self) -> None:
         """Log which measurements of the index are of vectors that are about to be replaced."""

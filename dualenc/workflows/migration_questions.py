@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from dualenc.search import Index
 from dualenc.search.migration import maps
 from dualenc.search.migration.candidates import NUM_CANDIDATES
 from dualenc.search.query_vectors import query_vector
-from dualenc.workflows.migration_texts import MAX_JUDGED
+from dualenc.workflows.migration_documents import MAX_JUDGED
 
 NUM_TIMED = 11
 """Number of queries whose time is measured."""
@@ -31,7 +31,7 @@ class Questions(NamedTuple):
     Attributes:
         old: (Q, E) vectors of the old model.
         new: (Q, D) vectors of the new model.
-        texts: a few of the queries, to measure time with.
+        few: a few of the queries, to measure time with.
         may_fit: (n,) bool, documents of the sample that are not queries, to fit a map of queries.
         truth: what is relevant, for the report.
         scores: function that scores systems by name.
@@ -41,7 +41,7 @@ class Questions(NamedTuple):
 
     old: np.ndarray
     new: np.ndarray
-    texts: Sequence[str]
+    few: Corpus
     may_fit: np.ndarray
     truth: str
     scores: Callable[[Mapping[str, measures.System]], dict[str, measures.Scores]]
@@ -113,7 +113,7 @@ def judged_questions(
     return Questions(
         old,
         new,
-        _first_texts(queries),
+        _first(queries),
         may_fit=np.ones(len(rows), bool),
         truth="judged documents",
         scores=lambda systems: measures.judged_scores(systems, *ids),
@@ -131,13 +131,13 @@ def document_questions(
         old: (n, E) documents of the sample by the old model.
         new: (n, D) the same by the new model.
         fold: (n,) folds; documents of the first one are the queries.
-        documents: the n texts.
+        documents: the n documents.
     """
     rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
     return Questions(
         old[rows],
         new[rows],
-        _first_texts(documents.take(rows)),
+        _first(documents.take(rows)),
         # The map of the queries must not have seen them.
         may_fit=fold != 0,
         truth="the new model's neighbours of documents",
@@ -148,22 +148,22 @@ def document_questions(
 
 
 def warm_seconds(
-    texts: Sequence[str], old_tower: Tower, new_tower: Tower, index: Index, vectors: np.ndarray
+    queries: Corpus, old_tower: Tower, new_tower: Tower, index: Index, vectors: np.ndarray
 ) -> float:
     """Return the median time of a search by candidates that all have new vectors.
 
     Args:
-        texts: queries.
-        old_tower: query side of the old model.
-        new_tower: query side of the new model.
+        queries: a few queries.
+        old_tower: tower of the old model that encodes them.
+        new_tower: the same of the new model.
         index: the old index.
         vectors: (K, D) vectors of candidates.
     """
     seconds = []
-    for text in texts:
+    for item in [queries[row] for row in range(len(queries))]:
         started = time.perf_counter()
-        old = query_vector(text, old_tower, index.dim, may_be_zero=True)
-        new = query_vector(text, new_tower, new_tower.dim, may_be_zero=True)
+        old = query_vector(item, old_tower, index.dim, may_be_zero=True)
+        new = query_vector(item, new_tower, new_tower.dim, may_be_zero=True)
         index.search_rows(old, min(NUM_CANDIDATES, len(index)))
         _ = vectors @ new
         seconds.append(time.perf_counter() - started)
@@ -171,5 +171,5 @@ def warm_seconds(
     return float(np.median(seconds[1:] or seconds))
 
 
-def _first_texts(corpus: Corpus) -> list[str]:
-    return [corpus[row] for row in range(min(len(corpus), NUM_TIMED))]
+def _first(corpus: Corpus) -> Corpus:
+    return corpus.take(range(min(len(corpus), NUM_TIMED)))

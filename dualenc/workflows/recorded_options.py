@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
-from dualenc.errors import DualencError
-from dualenc.io.provenance import Provenance
+from dualenc.search.recorded_data import RECORDED
 
 DEFAULT_SPLIT = "train"
-NOT_RECORDED = ("columns", "allow_outside")
-"""Options that another run may choose differently: they do not change which items are read."""
 
 
 class ReadOptions(TypedDict, total=False):
@@ -37,9 +34,6 @@ class ReadOptions(TypedDict, total=False):
     allow_outside: bool
 
 
-RECORDED = tuple(name for name in ReadOptions.__annotations__ if name not in NOT_RECORDED)
-
-
 def to_record(options: ReadOptions) -> dict[str, Any]:
     """Return the options without defaults that are needed to read the same items again."""
     record = {}
@@ -49,22 +43,3 @@ def to_record(options: ReadOptions) -> dict[str, Any]:
         if value != default:
             record[name] = value
     return record
-
-
-def from_record(provenance: Provenance, source: str) -> dict[str, Any]:
-    """Return the options that are recorded with vectors.
-
-    Raises:
-        DualencError: the entry holds anything else. The file may come from a stranger, and only
-            the user may allow paths outside the folder of a table.
-    """
-    options = provenance.read
-    if isinstance(options, dict) and set(RECORDED).issuperset(options):
-        types = {"quotes": bool}
-        if all(isinstance(value, types.get(name, str)) for name, value in options.items()):
-            return options
-    raise DualencError(
-        f"'read' in meta.json is {str(options)[:80]}, not how the data was read",
-        fix="build it again",
-        where=source,
-    )

@@ -376,9 +376,9 @@ def test_a_document_that_cannot_be_embedded_is_left_out(
     row = int(name[1:])
     cached.path.unlink()
     cached.create()
-    texts: list[Any] = list(searcher.candidates.texts)
+    texts: list[Any] = list(searcher.candidates.items)
     texts[row] = None  # not a text
-    searcher.candidates.texts = texts
+    searcher.candidates.items = texts
     for _ in range(2):
         hits = searcher.search("wing flow", DEPTH)
         assert [hit.id for hit in hits] == [hit.id for hit in first if hit.id != name]

@@ -257,7 +257,7 @@ def test_without_judgements_mapped_vectors_are_not_served_unasked(
 REFUSALS = {
     "engine": "an engine does not migrate; migrate the embeddings and push again",
     "vectors": (
-        "holds vector, vector, right, embedding; only documents of a query-document model migrate"
+        "holds vector, vector, right, embedding; only documents of a query-document model, "
     ),
     "another model": "a migration with another model is under way",
     "few": "300 documents are too few to learn maps from; build the index again with the new model",

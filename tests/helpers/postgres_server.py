@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -95,6 +96,17 @@ def running_server() -> Iterator[str]:
     """Start a server in a new folder, and stop it; yields the URL of its database."""
     with own_server() as server:
         yield server.target
+
+
+@contextmanager
+def new_database(target: str) -> Iterator[str]:
+    """Create a database on the server of a URL, and drop it; yields its URL."""
+    name = f"tests_{secrets.token_hex(4)}"
+    with psycopg.connect(target, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}")
+    yield f"{target.rpartition('/')[0]}/{name}"
+    with psycopg.connect(target, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ def text_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def image_text_model(folder: Path) -> Path:
+def image_text_model(folder: Path, seed: int = 0) -> Path:
     """An image-text model with random weights, as a model folder."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tokenizer = _tokenizer()
     config = {
         "embed_dim": 16,

@@ -141,7 +141,7 @@ def test_a_table_in_a_later_schema_of_the_search_path_is_found(postgres: str) ->
 def test_the_extension_may_be_in_any_schema(postgres: str, dim: int, kind: Any) -> None:
     database = f"elsewhere_{dim}"
     execute(postgres, f"CREATE DATABASE {database}")
-    target = postgres.replace("/postgres", f"/{database}")
+    target = f"{postgres.rpartition('/')[0]}/{database}"
     execute(target, "CREATE SCHEMA ext")
     execute(target, "CREATE EXTENSION vector SCHEMA ext")
     stored = np.random.default_rng(0).normal(size=(8, dim)).astype(np.float32)
@@ -470,8 +470,8 @@ def test_tables_and_folders_of_an_earlier_version(tmp_path: Path, postgres: str)
     index = push_embeddings(embeddings(), postgres, '"old.docs"')[0]
     state = {"fingerprint": index.items_checksum, "rows": NUM, "index": "hnsw"}
     execute(postgres, f"COMMENT ON TABLE \"old.docs\" IS 'dualenc {json.dumps(state)}'")
-    host = postgres.split("@")[1].split("/")[0]
-    old_target = f"postgresql://?user=me&host={host}&dbname=postgres"
+    host, database = postgres.split("@")[1].split("/")
+    old_target = f"postgresql://?user=me&host={host}&dbname={database}"
     index.record(settings={**index.provenance.settings, "ef_search": 77})
     index.save(tmp_path)
     meta = json.loads((tmp_path / "meta.json").read_text())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import faiss
 import numpy as np
 
+from dualenc.data import Corpus
 from dualenc.data.store.items import text_hash
 from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError
@@ -61,6 +62,8 @@ class Stored:
         hashes: (N,) hashes of whole texts; None if unknown.
         are_whole: True if `texts` are known to be whole.
         text_problem: why the stored whole texts cannot be used; "" if they can, or there are none.
+        images: the N images that the vectors are of, which are elsewhere; None without any.
+        image_problem: why there are none.
     """
 
     folder: Path
@@ -70,6 +73,8 @@ class Stored:
     hashes: np.ndarray | None = None
     are_whole: bool = False
     text_problem: str = ""
+    images: Corpus | None = None
+    image_problem: str = "the images are not at hand"
 
     @classmethod
     def open(cls, folder: StrPath) -> Stored:
@@ -175,6 +180,13 @@ class Stored:
         if self.hashes is not None and self.hashes[row]:
             return text if text_hash(text) == self.hashes[row] else None
         return None if text.endswith(CUT) else text
+
+    def items(self, rows: np.ndarray) -> Corpus:
+        """Return the images or whole texts of rows (n,), with row numbers as ids."""
+        ids = [str(row) for row in rows]
+        if self.images is not None:
+            return Corpus(ids, self.images.take(rows).items, "image")
+        return Corpus(ids, [self.whole_text(int(row)) or "" for row in rows])
 
     def close(self) -> None:
         """Close the connection of an engine."""

@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 
 from dualenc.data import Corpus
+from dualenc.data.item_lists import Picked
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import read_shard
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed.encode import embed, tower_checksum
-from dualenc.search.index.open import Hit, Index
+from dualenc.search.index.open import Hit, Index, rows_in
 from dualenc.search.migration.migration_folder import cache_path, new_shards, work_folder
 from dualenc.search.migration.vector_cache import VectorCache
-from dualenc.search.query_vectors import query_vector
+from dualenc.search.query_vectors import modality_of, query_towers, query_vector
+from dualenc.search.recorded_data import check_readable, open_recorded
 from dualenc.search.texts import TextStore, has_texts
-from dualenc.types import StrPath
+from dualenc.types import Items, StrPath
 
 logger = logging.getLogger("dualenc.search")
 
@@ -51,31 +53,33 @@ class CandidateSearch:
         encoder: the new model.
 
     Raises:
-        DualencError: the model has other weights than that of the plan, or no texts are stored.
+        DualencError: the model has other weights than that of the plan, no texts are stored, or the
+            images are gone.
     """
 
     def __init__(
         self, folder: StrPath, plan: Mapping[str, Any], index: Index, encoder: DualEncoder
     ) -> None:
-        if tower_checksum(encoder.right) != plan.get("model"):
+        side = index.provenance.side or "right"
+        tower = encoder.tower(side)
+        if tower_checksum(tower) != plan.get("model"):
             raise DualencError(
                 "has other weights than when its vectors were made",
                 fix="end the migration by --rollback --discard, and migrate again",
                 where=plan.get("name"),
             )
         self.index = index
-        self.encoder = encoder
+        self.tower = tower
         work = work_folder(folder)
-        # The old index may store its texts; otherwise the migration has stored them.
-        place = work / "old" if has_texts(work / "old") else work
-        self.texts = TextStore(place, index.items_checksum).texts
-        cache = VectorCache(cache_path(folder, plan), encoder.right.dim)
+        self.towers = query_towers(encoder, side)
+        self.items = _open_items(work, plan, index)
+        cache = VectorCache(cache_path(folder, plan), tower.dim)
         self.vectors = NewVectors(work, index.ids, cache)
         self._unusable: set[int] = set()
 
     def search(
         self,
-        text: str,
+        item: Any,
         old_vector: np.ndarray,
         k: int,
         allowed_rows: np.ndarray | None = None,
@@ -84,13 +88,13 @@ class CandidateSearch:
         """Return the best k candidates of a query by the new model, best first.
 
         Args:
-            text: the query.
+            item: the query, a text or an image.
             old_vector: (E,) its vector by the old model.
             k: number of results.
             allowed_rows: (N,) bool, the rows that may be returned; None for all.
             settings: `nprobe` and `ef_search` of `Index.search_rows`.
         """
-        query = query_vector(text, self.encoder.left, self.encoder.left.dim)
+        query = query_vector(item, self.towers[modality_of(item)], self.tower.dim)
         depth = min(max(NUM_CANDIDATES, k), len(self.index))
         found = self.index.search_rows(old_vector, depth, allowed_rows=allowed_rows, **settings)[1]
         rows = found[0][found[0] >= 0]
@@ -111,14 +115,14 @@ class CandidateSearch:
             try:
                 self._embed(chunk)
             except BadSample:
-                # One text must not keep all others from being found.
+                # One document must not keep all others from being found.
                 for row in chunk:
                     self._embed_or_skip(row)
 
     def _embed(self, rows: Sequence[int]) -> None:
         ids = [self.index.ids[row] for row in rows]
-        corpus = Corpus(ids, [self.texts[row] for row in rows])
-        embedded = embed(self.encoder.right, corpus, progress=False, on_error="raise")
+        corpus = Corpus(ids, Picked(self.items, np.asarray(rows)), self.tower.modality)
+        embedded = embed(self.tower, corpus, progress=False, on_error="raise")
         self.vectors.add(rows, np.asarray(embedded.vectors, np.float32))
 
     def _embed_or_skip(self, row: int) -> None:
@@ -128,6 +132,19 @@ class CandidateSearch:
         except BadSample as error:
             self._unusable.add(row)
             logger.warning("left out of all results: %s", error)
+
+
+def _open_items(work: Path, plan: Mapping[str, Any], index: Index) -> Items:
+    """Open the documents of an index in its order: stored texts, or images where the plan says."""
+    about = index.provenance
+    if about.modality == "image":
+        corpus = open_recorded(about.updated(data=str(plan.get("data") or "")), work)
+        images = corpus.take(rows_in(corpus, index, work))
+        check_readable(images)
+        return images.items
+    # The old index may store its texts; otherwise the migration has stored them.
+    place = work / "old" if has_texts(work / "old") else work
+    return TextStore(place, index.items_checksum).texts
 
 
 class NewVectors:

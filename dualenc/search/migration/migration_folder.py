@@ -172,13 +172,13 @@ def candidates_plan(folder: StrPath) -> dict[str, Any] | None:
 
 
 def cache_path(folder: StrPath, plan: Mapping[str, Any]) -> Path:
-    """Return the file of `VectorCache` for the new model and the texts of a plan.
+    """Return the file of `VectorCache` for the new model and the documents of a plan.
 
     Args:
         folder: the index.
-        plan: its entries `model` and `texts`, which identify the vectors.
+        plan: its entries `model` and `texts` or `images`, which identify the vectors.
     """
-    key = digest_of(str(plan.get("model")), str(plan.get("texts")))
+    key = digest_of(str(plan.get("model")), str(plan.get("texts", plan.get("images"))))
     return work_folder(folder) / f"candidates-{key[:16]}.sqlite"
 
 

@@ -3,8 +3,9 @@
 The folder `INDEX.migration` beside the index exists until all documents are embedded with the new
 model:
 
-    plan.json           the new model, the items and their texts; whether searches answer by
-                        candidates, and whether the migration was rolled back or has ended
+    plan.json           the new model, the items and their texts or images; where images are;
+                        whether searches answer by candidates, and whether the migration was rolled
+                        back or has ended
     old/                the index before the migration, by hard links, for its vectors and for a
                         rollback
     candidates-*.sqlite vectors that searches have embedded (`dualenc.search.migration.candidates`)
@@ -113,9 +114,10 @@ class Migration:
 
     Args:
         folder: the index.
-        notes: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`.
+        notes: entries of meta.json on the new model: `model`, `model_checksum`, `side`, `kind`; for
+            images also `data`, where they are now.
         inputs: what must be unchanged to resume, apart from the model and the items: checksums of
-            `texts` and `queries`.
+            `texts` or `images`, and of `queries`.
 
     Raises:
         DualencError: the work folder was not written by a migration, or belongs to another one that
@@ -140,7 +142,8 @@ class Migration:
             self.work.mkdir()
         present = read_plan(folder) or {}
         kept = {"serves": present["serves"]} if "serves" in present else {}
-        self.plan = {**plan, "name": self.notes.get("model"), **kept}
+        place = {"data": self.notes["data"]} if "data" in self.notes else {}
+        self.plan = {**plan, "name": self.notes.get("model"), **place, **kept}
         write_json(self.work / PLAN, self.plan)
         # A killed process may have left half-swapped folders.
         recover_inside(self.work)
@@ -195,14 +198,15 @@ class Migration:
         path = self.work / "report.json"
         return read_json_object(path) if path.is_file() else None
 
-    def serve_candidates(self, texts: Iterable[str]) -> None:
+    def serve_candidates(self, texts: Iterable[str] | None) -> None:
         """Let searches that open INDEX from now on answer by candidates, until the last swap.
 
         Args:
-            texts: (N,) texts in the order of the index, which are stored unless it stores them.
+            texts: (N,) texts in the order of the index, which are stored unless it stores them;
+                None for images, which searches read where the plan says.
         """
         VectorCache(cache_path(self.folder, self.plan), dim=0).create()
-        if not has_texts(self.work / "old") and not has_texts(self.work):
+        if texts is not None and not has_texts(self.work / "old") and not has_texts(self.work):
             write_texts(self.work, self.old.ids, texts, self.old.items_checksum)
         self.plan["serves"] = BY_CANDIDATES
         write_json(self.work / PLAN, self.plan)
