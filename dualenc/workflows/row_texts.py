@@ -10,8 +10,8 @@ from dualenc.data.readers.sources import open_corpus
 from dualenc.data.store.items import in_utf8
 from dualenc.errors import DualencError
 from dualenc.io.provenance import Provenance
+from dualenc.search.recorded_data import from_record
 from dualenc.types import StrPath
-from dualenc.workflows.recorded_options import from_record
 
 logger = logging.getLogger("dualenc.workflows")
 
