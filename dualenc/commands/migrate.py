@@ -1,4 +1,4 @@
-"""`dualenc migrate`: change the model of an index, or of a table of PostgreSQL."""
+"""`dualenc migrate`: change the model of an index, or of a table or collection of an engine."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def migrate(
         )
     settings: dict[str, Any] = {"data": data, "queries": queries, "report_only": report_only}
     settings |= {"anyway": anyway, "batch_size": batch_size, "device": device}
-    if "://" in index:
-        refuse_together("a table of PostgreSQL", {"--allow-outside": allow_outside})
+    if "://" in index or _is_in_qdrant(index):
+        refuse_together("a table or collection", {"--allow-outside": allow_outside})
         migrate_table(index, new_model, options, settings, rollback=rollback, discard=discard)
         return
     given = [option for option, is_given in given_options(options).items() if is_given]
     if given:
         raise DualencError(
-            f"{given[0]} is of a table of PostgreSQL",
+            f"{given[0]} is of a table of PostgreSQL or a collection of Qdrant",
             fix="leave it out, or name postgresql://user@host/database in place of INDEX",
         )
     from dualenc.workflows import migrate_model
@@ -109,6 +109,14 @@ def migrate(
         on_report=_print_report,
     )
     _print_outcome(index, new_model, report)
+
+
+def _is_in_qdrant(folder: str) -> bool:
+    """Return True for a folder that a push to Qdrant wrote."""
+    from dualenc.search.engines.factory import is_postgres
+    from dualenc.search.engines.pushed_folder import is_pushed, read_pushed
+
+    return is_pushed(folder) and not is_postgres(read_pushed(folder).target)
 
 
 def _describe_rollback(index: str, done: RolledBack) -> str:

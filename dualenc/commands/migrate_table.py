@@ -1,11 +1,13 @@
-"""`dualenc migrate postgresql://…`: change the model of a table of PostgreSQL."""
+"""`dualenc migrate URL`: change the model of a table of PostgreSQL or a collection of Qdrant."""
 
 from __future__ import annotations
 
 import importlib
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
@@ -13,22 +15,23 @@ from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
-    from dualenc.workflows.migrate_table import TableReport, TableRolledBack
+    from dualenc.workflows.table_report import TableColumnNames, TableReport, TableRolledBack
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """A table of PostgreSQL, for a URL in place of INDEX.
+    """A table of PostgreSQL or a collection of Qdrant, for a URL in place of INDEX.
 
     Args:
         table: table, as table or schema.table, with double quotes around a name with a dot
-            ('"a.b"').
-        id: column of unique ids; by default the primary key.
-        text: column of texts; by default the only one of its type.
-        vector: column of vectors; by default the only one of its type.
+            ('"a.b"'); or collection, by its name or alias.
+        id: column of unique ids, by default the primary key; field of the ids in --data, by default
+            the ids of points.
+        text: column or field of texts; by default the only one.
+        vector: column of vectors, or named vector; by default the only one.
         old_model: model of the old vectors, for --data and --queries.
-        where: condition on the rows that get new vectors, such as year>=2020; may be repeated. The
-            others have no vector after the switch.
+        where: condition on the rows of a table that get new vectors, such as year>=2020; may be
+            repeated. The others have no vector after the switch.
         finish: after the switch, drop the old vectors; no rollback is left.
     """
 
@@ -50,48 +53,83 @@ def migrate_table(
     rollback: bool,
     discard: bool,
 ) -> None:
-    """Migrate a table of PostgreSQL, finish its migration, or roll it back.
+    """Migrate a table or collection, finish its migration, or roll it back.
 
     Args:
-        target: URL of the database.
+        target: URL of the database, or the folder that `dualenc push` wrote.
         new_model: the new model, unless the migration is finished or rolled back.
-        options: the table.
-        settings: further arguments of `dualenc.workflows.migrate_table.migrate_table`.
+        options: the table or collection.
+        settings: further arguments of `migrate_table` and `migrate_collection` in
+            `dualenc.workflows`.
         rollback: put the old vectors back.
         discard: drop the new vectors too.
     """
-    from dualenc.search.engines.factory import is_postgres
+    from dualenc.workflows.table_report import TableColumnNames
 
-    if not is_postgres(target):
-        raise DualencError(
-            "only tables of PostgreSQL migrate in place",
-            fix="write postgresql://user@host/database, or push again with --replace",
-        )
-    if options.table is None:
-        raise DualencError("a database has many tables", fix="name one: --table TABLE")
-    try:
-        workflow = importlib.import_module("dualenc.workflows.migrate_table")
-    except ImportError as error:
-        raise DualencError(str(error), fix="pip install 'dualenc[postgres]'") from None
-    columns = workflow.TableColumnNames(options.id, options.text, options.vector)
+    again = f"dualenc migrate {shlex.quote(target) if '://' not in target else 'URL'}"
+    if "://" in target:
+        if options.table is None:
+            raise DualencError("a database has many tables", fix="name one: --table TABLE")
+        again += f" --table {shlex.quote(options.table)}"
+    elif given := [name for name, value in _of_columns(options).items() if value is not None]:
+        raise DualencError(f"{given[0]} is recorded in {target}", fix="leave it out")
+    columns = TableColumnNames(options.id, options.text, options.vector)
+    engine = _engine_of(target, options, columns)
     if options.finish:
-        report = workflow.finish_table(target, options.table, columns=columns)
+        report = engine.finish()
         print_line(f"{report.location}: the old vectors are dropped{_describe_missing(report)}")
     elif rollback or new_model is None:
-        done = workflow.roll_back_table(target, options.table, columns=columns, discard=discard)
+        done = engine.roll_back(discard=discard)
         print_line(f"{done.location}: {_describe_table_rollback(done)}")
     else:
-        report = workflow.migrate_table(
-            target,
-            options.table,
-            new_model,
-            columns=columns,
-            old_model=options.old_model,
-            where=options.where or (),
-            on_report=_print_table_report,
-            **settings,
+        report = engine.migrate(new_model, on_report=_print_table_report, **settings)
+        print_line(_describe_table(report, again))
+
+
+def _of_columns(options: TableOptions) -> dict[str, str | None]:
+    """Return the options that a pushed folder makes superfluous."""
+    return {f"--{name}": getattr(options, name) for name in ("table", "id", "text", "vector")}
+
+
+class _Engine(NamedTuple):
+    """The functions of a workflow for a table or collection."""
+
+    migrate: Callable[..., TableReport]
+    finish: Callable[[], TableReport]
+    roll_back: Callable[..., TableRolledBack]
+
+
+def _engine_of(target: str, options: TableOptions, columns: TableColumnNames) -> _Engine:
+    """Return the functions that migrate a table of PostgreSQL, or a collection of Qdrant."""
+    from dualenc.search.engines.factory import is_postgres
+
+    name = "postgres" if is_postgres(target) else "qdrant"
+    kind = "table" if name == "postgres" else "collection"
+    try:
+        workflow = importlib.import_module(f"dualenc.workflows.migrate_{kind}")
+    except ImportError as error:
+        raise DualencError(str(error), fix=f"pip install 'dualenc[{name}]'") from None
+    table, old = options.table, options.old_model
+    if name == "qdrant":
+        if options.where:
+            raise DualencError("--where is of PostgreSQL", fix="leave it out")
+        return _Engine(
+            partial(workflow.migrate_collection, target, table, columns=columns, old_model=old),
+            partial(workflow.finish_collection, target, table),
+            partial(workflow.roll_back_collection, target, table),
         )
-        print_line(_describe_table(report, options.table))
+    return _Engine(
+        partial(
+            workflow.migrate_table,
+            target,
+            table,
+            columns=columns,
+            where=options.where or (),
+            old_model=old,
+        ),
+        partial(workflow.finish_table, target, table, columns=columns),
+        partial(workflow.roll_back_table, target, table, columns=columns),
+    )
 
 
 def _print_table_report(report: TableReport) -> None:
@@ -104,15 +142,16 @@ def _print_table_report(report: TableReport) -> None:
         print_table(report.table())
 
 
-def _describe_table(report: TableReport, table: str) -> str:
-    """Return what has become of a table, and the next command."""
+def _describe_table(report: TableReport, again: str) -> str:
+    """Return what has become of a table or collection, and the next command."""
     if report.state == "measured":
         measured = report.verdict() if report.systems else "there are too few rows to measure"
         return f"{report.location}: {report.model}: {measured}; nothing is changed"
     if report.state == "finished":
         return f"{report.location}: all vectors are of {report.model}"
     found = f"{report.location}: searches find the vectors of {report.model} now"
-    again = f"dualenc migrate URL --table {shlex.quote(table)}"
+    if report.place:
+        found = f"{report.location}: search {report.place} with {report.model} now"
     rest = f"the old ones stay until {again} --finish, and come back by {again} --rollback"
     return f"{found}{_describe_missing(report)}; {rest}"
 

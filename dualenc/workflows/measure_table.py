@@ -1,13 +1,13 @@
-"""Measure a new model on a sample of a table's rows, and order its rows by past queries."""
+"""Measure a new model on a sample of rows in an engine, and order rows by past queries."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-from psycopg.sql import SQL, Composable, Identifier
 
 from dualenc.data import Corpus
 from dualenc.data.bad_rows import BadRows
@@ -18,25 +18,46 @@ from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.metrics import Qrels
 from dualenc.search.embed.encode import embed
-from dualenc.search.engines.postgres_connection import compose
-from dualenc.search.engines.postgres_index_copies import indexes_of
-from dualenc.search.engines.postgres_migration import TableMigration
+from dualenc.search.engines.migration_record import SampledRow
 from dualenc.search.migration.maps import NEIGHBORS
 from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
 from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES
 from dualenc.workflows.text_vectors import text_vectors
 
-OPERATORS = {"cosine": "<=>", "ip": "<#>", "l2": "<->", "l1": "<+>"}
 MIN_ROWS = 2
 """Fewer rows have no neighbors to compare."""
+
+
+class Rows(Protocol):
+    """Rows of a table or collection, before their migration is switched.
+
+    Attributes:
+        distance: how their vectors are compared: "cosine", "ip" or another.
+        dim: dimension of the old vectors; −1 if it is unknown.
+    """
+
+    distance: str
+    dim: int
+
+    def count(self) -> int:
+        """Return the number of rows."""
+
+    def ids(self) -> list[str]:
+        """Return the ids of all rows."""
+
+    def draw(self, size: int, others: Sequence[str]) -> list[SampledRow]:
+        """Return a sample of rows with text and vector, and those with other ids."""
+
+    def nearest(self, vectors: Vectors, count: int) -> list[list[str]]:
+        """Return the ids of the nearest rows of vectors (Q, D) of the old model."""
 
 
 class TableSample:
     """A sample of the rows of a table, with the vectors of both models.
 
     Args:
-        migration: the migration of the table.
+        rows: the rows.
         encoder: the new model.
         old_model: name of the old model, for judged queries; None if it is unknown.
         data: BEIR folder with judgements of the rows; None compares results.
@@ -48,13 +69,13 @@ class TableSample:
 
     def __init__(
         self,
-        migration: TableMigration,
+        rows: Rows,
         encoder: DualEncoder,
         old_model: str | None,
         data: str | None,
         batch_size: int,
     ) -> None:
-        self.migration = migration
+        self.rows = rows
         self.encoder = encoder
         self.old_model = old_model
         self.batch_size = batch_size
@@ -75,7 +96,7 @@ class TableSample:
                 where=folder,
             )
         bad_rows = BadRows(folder)
-        ids = [id for (id,) in self._select("SELECT {id}::text FROM {table}")]
+        ids = self.rows.ids()
         queries, qrels = read_judged_queries(folder, "test", ids, bad_rows)
         bad_rows.report()
         known = set(ids)
@@ -95,27 +116,13 @@ class TableSample:
         chosen = queries.take(np.sort(kept))
         return chosen, {name: judged[name] for name in chosen.ids}
 
-    def _select(self, query: str, values: Any = None, **parts: Composable) -> list[Any]:
-        """Execute a query that names its parts, and return its rows."""
-        columns = self.migration.columns
-        known = {
-            "id": Identifier(columns.id.name),
-            "text": Identifier(columns.text.name),
-            "vector": Identifier(columns.vector.name),
-            "table": self.migration.table.sql,
-            "where": self.migration.condition,
-        }
-        statement = SQL(query).format(**{**known, **parts})
-        connection = self.migration.table.database.connection
-        return connection.execute(statement, values).fetchall()
-
     def measure(self) -> dict[str, Any]:
         """Return `facts` and `systems` of the report."""
-        [(count,)] = self._select("SELECT count(*) FROM {table}")
-        ids, texts, old = self._rows(int(count))
+        count = self.rows.count()
+        ids, texts, old = self._drawn(count)
         found = text_vectors(self.encoder.right, texts, self.batch_size)
         kept = [row for row, vector in enumerate(found) if not isinstance(vector, str)]
-        facts = {"rows": int(count), "sample": len(kept), "old model": self.old_model or "unknown"}
+        facts = {"rows": count, "sample": len(kept), "old model": self.old_model or "unknown"}
         if len(kept) < MIN_ROWS:
             # Nothing can be compared, and filling takes no time.
             return {"facts": facts, "systems": []}
@@ -132,25 +139,16 @@ class TableSample:
             facts |= {"queries": len(rows), "relevant are": "the new model's neighbours of rows"}
         return {"facts": facts, "systems": measures.summarize(scores)}
 
-    def _rows(self, count: int) -> tuple[list[str], list[str], Vectors]:
+    def _drawn(self, count: int) -> tuple[list[str], list[str], Vectors]:
         """Return ids, texts and old vectors of the sample, and of the judged rows."""
-        query = """
-            SELECT {id}::text, {text}, {vector}::real[] FROM {table}
-            WHERE {where} AND {vector} IS NOT NULL AND {text} IS NOT NULL
-        """
-        values = {**self.migration.values, "size": sample_size(count)}
-        # An order that does not depend on how rows are stored.
-        drawn = self._select(f"{query} ORDER BY md5({{id}}::text) LIMIT %(size)s", values)
-        if self.judged is not None:
-            known = {row[0] for row in drawn}
-            names = {name for grades in self.judged[1].values() for name in grades}
-            values["ids"] = sorted(names - known)
-            drawn += self._select(f"{query} AND {{id}}::text = ANY(%(ids)s)", values)
-        vectors: Vectors = np.array([row[2] for row in drawn], np.float32)
-        if not _is_inner_product(self.migration) and len(vectors):
+        judged = self.judged[1].values() if self.judged is not None else ()
+        others = {name for grades in judged for name in grades}
+        drawn = self.rows.draw(sample_size(count), sorted(others))
+        vectors: Vectors = np.array([row.vector for row in drawn], np.float32)
+        if self.rows.distance != "ip" and len(vectors):
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.where(lengths == 0, 1, lengths)
-        return [row[0] for row in drawn], [row[1] for row in drawn], vectors
+        return [row.id for row in drawn], [row.text for row in drawn], vectors
 
     def _judged_systems(self, old: np.ndarray, new: np.ndarray) -> dict[str, measures.System]:
         """Return the queries and rows of both models."""
@@ -163,7 +161,7 @@ class TableSample:
 
 
 def most_retrieved(
-    migration: TableMigration,
+    rows: Rows,
     encoder: DualEncoder,
     old_model: str | None,
     queries: str | None,
@@ -172,7 +170,7 @@ def most_retrieved(
     """Return the ids that past queries find, the most often found first.
 
     Args:
-        migration: the migration of the table, before its switch.
+        rows: the rows.
         encoder: the new model, whose device is used.
         old_model: name of the old model, which embeds the queries.
         queries: table of past queries; None returns no ids.
@@ -188,33 +186,12 @@ def most_retrieved(
             "past queries are searched with the model of the old vectors",
             fix="name it: --old-model",
         )
-    column = migration.columns.vector
     texts = open_corpus(queries, part="queries", modality="text")
-    rows = np.random.default_rng(0).permutation(len(texts))[:MAX_QUERIES]
-    database = migration.table.database
-    indexes = indexes_of(migration.table, column)
-    operator = OPERATORS[indexes[0].distance if indexes else "cosine"]
-    statement = compose(
-        "SELECT {}::text FROM {} ORDER BY {} OPERATOR({}.{}) %s::{} LIMIT %s",
-        migration.columns.id.name,
-        migration.table.sql,
-        column.name,
-        database.extension,
-        SQL(operator),
-        database.type(column.type),
-    )
-    old = _load_old(old_model, encoder, column.dim)
-    counts: Counter[str] = Counter()
-    for vector in _embed(old.left, texts.take(np.sort(rows)), batch_size):
-        found = database.connection.execute(statement, [str(vector.tolist()), NEIGHBORS])
-        counts.update(id for (id,) in found)
+    chosen = np.random.default_rng(0).permutation(len(texts))[:MAX_QUERIES]
+    old = _load_old(old_model, encoder, rows.dim)
+    vectors = _embed(old.left, texts.take(np.sort(chosen)), batch_size)
+    counts = Counter(id for found in rows.nearest(vectors, NEIGHBORS) for id in found)
     return [id for id, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
-
-
-def _is_inner_product(migration: TableMigration) -> bool:
-    """Return True if the vectors are compared by their inner product."""
-    indexes = indexes_of(migration.table, migration.columns.vector)
-    return bool(indexes) and indexes[0].distance == "ip"
 
 
 def _load_old(name: str, encoder: DualEncoder, dim: int) -> DualEncoder:
@@ -222,7 +199,7 @@ def _load_old(name: str, encoder: DualEncoder, dim: int) -> DualEncoder:
     loaded = load_model(name, str(next(encoder.parameters()).device))
     if dim > 0 and loaded.left.dim != dim:
         raise DualencError(
-            f"has vectors of dimension {loaded.left.dim}, and the table {dim}",
+            f"has vectors of dimension {loaded.left.dim}, and the rows {dim}",
             fix="name the model of the old vectors by --old-model",
             where=name,
         )

@@ -6,18 +6,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from dualenc.encoders import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
-from dualenc.evaluation.report_page import Table
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.engines.engine import RESUME
+from dualenc.search.engines.migration_record import (
+    FILLING,
+    FINISHED,
+    SWITCHED,
+    Migration,
+    resumed,
+    reversible,
+    switched,
+)
 from dualenc.search.engines.postgres_columns import (
     check_table,
     check_unread,
@@ -33,81 +39,28 @@ from dualenc.search.engines.postgres_migration import (
     Vectors,
     own_columns,
 )
-from dualenc.search.engines.postgres_migrations import (
-    FILLING,
-    FINISHED,
-    SWITCHED,
-    Migration,
-    read_migrations,
-)
+from dualenc.search.engines.postgres_migrations import read_migrations
 from dualenc.search.engines.postgres_names import check_name, parse_name, written_name
+from dualenc.search.engines.postgres_sample import PostgresSample
 from dualenc.search.engines.postgres_table import PostgresTable, find_schema
 from dualenc.search.engines.postgres_url import without_secrets
 from dualenc.search.engines.postgres_version import UPDATE, hnsw_problem
 from dualenc.search.where import parse_conditions
 from dualenc.workflows.measure_table import TableSample, most_retrieved
 from dualenc.workflows.session import open_model, recorded_name, start_processes
-from dualenc.workflows.text_vectors import text_vectors
+from dualenc.workflows.table_report import (
+    TableColumnNames,
+    TableReport,
+    TableRolledBack,
+    new_record,
+    report_of,
+)
+from dualenc.workflows.text_vectors import RowVectors
 
 logger = logging.getLogger("dualenc.workflows")
 
 ROWS_AT_ONCE = 4
 """Rows of a transaction, in batches of the model."""
-UNKNOWN = "the old model"
-
-
-@dataclass(frozen=True)
-class TableReport:
-    """Measurements of a table's migration on a sample, and how far it has come.
-
-        report = migrate_table("postgresql://me@localhost/db", "docs", "new-model")
-        print(report.state, report.missing)
-
-    Attributes:
-        location: database and table, without credentials.
-        state: "measured" if nothing was changed, "switched" if searches find the new vectors and
-            the old ones are kept, "finished" if these are gone.
-        model: the new model.
-        old_model: the model of the old vectors.
-        facts: columns and counts.
-        systems: a row per model: mean of each metric with its 95% interval.
-        missing: number of rows without a vector: NULL or blank texts, and rows outside of `where`.
-    """
-
-    location: str
-    state: Literal["measured", "switched", "finished"]
-    model: str
-    old_model: str
-    facts: dict[str, Any] = field(default_factory=dict)
-    systems: Sequence[dict[str, Any]] = ()
-    missing: int = 0
-
-    def is_worse(self) -> bool:
-        """Return True if the new model finds significantly less than the old one."""
-        return bool(self.systems) and measures.is_below(self.systems, measures.NEW)
-
-    def verdict(self) -> str:
-        """Return how the new model compares with the old one on the sample."""
-        return measures.verdict(self.systems)
-
-    def table(self) -> Table:
-        """Return the measurements as a table with a caption."""
-        return measures.sample_table(self.systems)
-
-
-@dataclass(frozen=True)
-class TableColumnNames:
-    """Names of the columns of a table; None finds them by their types.
-
-    Attributes:
-        id: unique ids.
-        text: texts.
-        vector: vectors of the old model.
-    """
-
-    id: str | None = None
-    text: str | None = None
-    vector: str | None = None
 
 
 def migrate_table(
@@ -163,23 +116,23 @@ def migrate_table(
     with _opened(target, table, columns or TableColumnNames()) as opened:
         encoder = open_model(new_model, ("query-document",), start_processes(device))
         filling = _Filling(opened, encoder, where, batch_size, progress)
-        record = opened.record_of(tower_checksum(encoder.right))
+        record = resumed(opened.record, tower_checksum(encoder.right), opened.location)
         if record is None:
             old = old_model or (opened.record.model if opened.record is not None else None)
-            sample = TableSample(filling.migration, encoder, old, data, batch_size)
+            sample = TableSample(filling.rows, encoder, old, data, batch_size)
             record = filling.new_record(recorded_name(new_model), old, sample.measure())
         elif record.state != FILLING:
-            return _report(opened, record, missing=filling.count_missing())
-        report = _report(opened, record, state="measured")
+            return report_of(opened.location, record, missing=filling.count_missing())
+        report = report_of(opened.location, record, state="measured")
         if on_report is not None:
             on_report(report)
         if report_only:
             return report
         if not anyway:
             measures.check_not_worse(report.systems, new_model)
-        first = most_retrieved(filling.migration, encoder, old_model, queries, batch_size)
+        first = most_retrieved(filling.rows, encoder, old_model, queries, batch_size)
         record = filling.run(record, first)
-        return _report(opened, record, missing=filling.count_missing())
+        return report_of(opened.location, record, missing=filling.count_missing())
 
 
 def finish_table(
@@ -199,13 +152,7 @@ def finish_table(
         DualencError: the table has not been switched.
     """
     with _opened(target, table, columns or TableColumnNames()) as opened:
-        record = _recorded(opened)
-        if record.state == FILLING:
-            raise DualencError(
-                f"the vectors of {record.new_model} are not searched yet",
-                fix=f"resume the migration: dualenc migrate … {record.new_model}",
-                where=opened.location,
-            )
+        record = switched(opened.record, opened.location)
         migration = opened.migration(record)
         if record.state == SWITCHED and not migration.finish(record):
             logger.warning(
@@ -214,26 +161,7 @@ def finish_table(
                 opened.columns.vector.name,
             )
         missing = migration.count_missing(opened.columns.vector.name)
-        return _report(opened, record._replace(state=FINISHED), missing=missing)
-
-
-@dataclass(frozen=True)
-class TableRolledBack:
-    """What a rollback has changed.
-
-    Attributes:
-        location: database and table, without credentials.
-        model: the model that was to replace the old one.
-        switched: whether searches found its vectors, and find the old ones again.
-        discarded: whether its vectors were dropped.
-        missing: number of rows without an old vector, if `switched`.
-    """
-
-    location: str
-    model: str
-    switched: bool
-    discarded: bool
-    missing: int
+        return report_of(opened.location, record._replace(state=FINISHED), missing=missing)
 
 
 def roll_back_table(
@@ -254,11 +182,7 @@ def roll_back_table(
         DualencError: no migration is under way, or its old vectors are gone.
     """
     with _opened(target, table, columns or TableColumnNames()) as opened:
-        record = _recorded(opened)
-        if record.state == FINISHED:
-            raise DualencError(
-                "the old vectors are gone", fix="migrate to the old model", where=opened.location
-            )
+        record = reversible(opened.record, opened.location)
         migration = opened.migration(record)
         is_switched = record.state == SWITCHED
         missing = migration.switch_back(record) if is_switched else 0
@@ -284,23 +208,6 @@ class _Opened:
         )
         logger.info("%s: %s", self.location, described)
 
-    def record_of(self, checksum: str) -> Migration | None:
-        """Return the record of the migration to a model; None if it has to begin.
-
-        Raises:
-            DualencError: a migration to another model is under way.
-        """
-        record = self.record
-        if record is None or record.checksum == checksum:
-            return record
-        if record.state == FINISHED:
-            return None
-        raise DualencError(
-            f"a migration to {record.new_model} is under way",
-            fix="resume it with that model, or end it: --finish, or --rollback --discard",
-            where=self.location,
-        )
-
     def migration(self, record: Migration, where: Sequence[str] = ()) -> TableMigration:
         """Return the recorded migration."""
         conditions = parse_conditions(where, self.columns.kinds)
@@ -325,29 +232,6 @@ def _opened(target: str, table: str, names: TableColumnNames) -> Iterator[_Opene
             yield _Opened(opened, names)
 
 
-def _recorded(opened: _Opened) -> Migration:
-    if opened.record is None:
-        raise DualencError(
-            "no migration is under way", fix="name the column: --vector", where=opened.location
-        )
-    return opened.record
-
-
-def _report(
-    opened: _Opened, record: Migration, *, state: str = "", missing: int = 0
-) -> TableReport:
-    """Return the report of a recorded migration."""
-    return TableReport(
-        opened.location,
-        state or record.state,  # type: ignore[arg-type]
-        record.new_model,
-        record.notes.get("old_model", UNKNOWN),
-        record.notes.get("facts", {}),
-        record.notes.get("systems", ()),
-        missing,
-    )
-
-
 class _Filling:
     """The steps that give a table its new vectors."""
 
@@ -363,9 +247,10 @@ class _Filling:
         self.encoder = encoder
         self.batch_size = batch_size
         self.progress = progress
-        self.left_out: dict[str, str] = {}
+        self.vectors = RowVectors(encoder.right, batch_size)
         conditions = parse_conditions(where, opened.columns.kinds)
         self.migration = TableMigration(opened.table, opened.columns, encoder.right.dim, conditions)
+        self.rows = PostgresSample(self.migration)
         if opened.record is None or opened.record.state == FINISHED:
             self.migration.check_names()
         if opened.record is None or opened.record.state != SWITCHED:
@@ -389,15 +274,12 @@ class _Filling:
 
     def new_record(self, name: str, old: str | None, measured: dict[str, Any]) -> Migration:
         """Return the record of a migration that begins."""
-        old_name = recorded_name(old) if old else UNKNOWN
         notes = {
             "dim": self.migration.dim,
-            "old_model": old_name,
             "is_required": self.opened.columns.vector.is_required,
             **measured,
         }
-        checksum = tower_checksum(self.encoder.right)
-        return Migration(old_name, name, checksum, FILLING, notes)
+        return new_record(name, tower_checksum(self.encoder.right), old, notes)
 
     def run(self, record: Migration, first: Sequence[str]) -> Migration:
         """Fill, index and switch; each step continues what a killed run has left."""
@@ -416,10 +298,7 @@ class _Filling:
                 limit *= 2
                 self._fill(bar)
                 self.migration.build_indexes()
-        if self.left_out:
-            message = "%s texts have no vector, which is NULL; the first, %s: %s"
-            count = f"{len(self.left_out):,}"
-            logger.warning(message, count, *next(iter(self.left_out.items())))
+        self.vectors.report()
         return record._replace(state=SWITCHED, model=record.new_model)
 
     def _bar(self) -> tqdm:
@@ -451,13 +330,7 @@ class _Filling:
 
     def _embed(self, rows: Sequence[PendingRow]) -> Vectors:
         """Return the vectors of rows, None for texts without one."""
-        vectors: list[np.ndarray | None] = []
-        texts = [row.text for row in rows]
-        for row, found in zip(rows, text_vectors(self.encoder.right, texts, self.batch_size)):
-            vectors.append(None if isinstance(found, str) else found)
-            if isinstance(found, str):
-                self.left_out[row.id] = found
-        return vectors
+        return self.vectors.embed([row.id for row in rows], [row.text for row in rows])
 
     def count_missing(self) -> int:
         """Return the number of rows without a vector."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import unicodedata
 from collections.abc import Sequence
 
@@ -11,6 +12,42 @@ from dualenc.data import Corpus
 from dualenc.encoders import Tower
 from dualenc.errors import BadSample
 from dualenc.search.embed.encode import embed
+
+logger = logging.getLogger("dualenc.workflows")
+
+
+class RowVectors:
+    """Vectors of rows, and which rows have none.
+
+        vectors = RowVectors(encoder.right)
+        vectors.embed(["1", "2"], ["a text", None])
+        vectors.report()
+
+    Args:
+        tower: tower of texts.
+        batch_size: texts per forward pass.
+    """
+
+    def __init__(self, tower: Tower, batch_size: int = 32) -> None:
+        self.tower = tower
+        self.batch_size = batch_size
+        self.left_out: dict[str, str] = {}
+
+    def embed(self, ids: Sequence[str], texts: Sequence[str | None]) -> list[np.ndarray | None]:
+        """Return the vector (D,) of each row, None for a text without one."""
+        vectors: list[np.ndarray | None] = []
+        for id, found in zip(ids, text_vectors(self.tower, texts, self.batch_size)):
+            vectors.append(None if isinstance(found, str) else found)
+            if isinstance(found, str):
+                self.left_out[id] = found
+        return vectors
+
+    def report(self) -> None:
+        """Log how many texts have no vector."""
+        if self.left_out:
+            message = "%s texts have no vector, which is NULL; the first, %s: %s"
+            count = f"{len(self.left_out):,}"
+            logger.warning(message, count, *next(iter(self.left_out.items())))
 
 
 def text_vectors(

@@ -60,8 +60,14 @@ def test_from_the_report_to_the_end(
     ("words", "message"),
     [
         (["URL", "model"], "a database has many tables; name one: --table TABLE"),
-        (["http://localhost:6333", "m", "--table", "t"], "only tables of PostgreSQL migrate in"),
-        (["folder", "model", "--table", "t"], "--table is of a table of PostgreSQL; leave it out"),
+        (
+            ["ftp://localhost", "m", "--table", "t"],
+            "is not the URL of PostgreSQL or a Qdrant server",
+        ),
+        (
+            ["folder", "model", "--table", "t"],
+            "--table is of a table of PostgreSQL or a collection of Qdrant",
+        ),
         (["folder", "model", "--old-model", "m"], "--old-model is of a table of PostgreSQL"),
         (["URL", "--table", "t", "--finish", "--rollback"], "--finish does not go with --rollback"),
         (["URL", "--table", "t"], "dualenc migrate needs a model"),

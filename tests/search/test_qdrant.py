@@ -236,6 +236,7 @@ def test_unusable_targets(
 
 def test_a_missing_package_is_named(filled: QdrantIndex, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "qdrant_client", None)
-    monkeypatch.delitem(sys.modules, "dualenc.search.engines.qdrant")
+    for module in ("qdrant", "qdrant_connection"):
+        monkeypatch.delitem(sys.modules, f"dualenc.search.engines.{module}")
     with pytest.raises(DualencError, match=r"pip install 'dualenc\[qdrant\]'"):
         push_embeddings(embeddings(), filled.provenance.target, "items")

@@ -18,6 +18,7 @@ import psycopg
 from psycopg.sql import SQL, Composable, Composed, Identifier, Literal
 
 from dualenc.errors import DualencError
+from dualenc.search.engines.migration_record import FILLING, FINISHED, SWITCHED, Migration
 from dualenc.search.engines.postgres_columns import TableColumns, check_unread, read_columns
 from dualenc.search.engines.postgres_connection import compose
 from dualenc.search.engines.postgres_filters import where_clause
@@ -30,10 +31,6 @@ from dualenc.search.engines.postgres_index_copies import (
 )
 from dualenc.search.engines.postgres_locks import exclusively
 from dualenc.search.engines.postgres_migrations import (
-    FILLING,
-    FINISHED,
-    SWITCHED,
-    Migration,
     create_records,
     remove_migration,
     write_migration,

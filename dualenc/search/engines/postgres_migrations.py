@@ -6,34 +6,15 @@ table_name, vector_column | model | new_model, new_checksum | state | notes | ch
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple
 
 from psycopg.sql import Literal
 
 from dualenc.errors import DualencError
+from dualenc.search.engines.migration_record import STATES, Migration
 from dualenc.search.engines.postgres_table import PostgresTable
 
 NAME = "dualenc_migrations"
 COMMENT = "dualenc migrations"
-FILLING, SWITCHED, FINISHED = STATES = ("filling", "switched", "finished")
-
-
-class Migration(NamedTuple):
-    """The migration of a column of vectors, as recorded in the database.
-
-    Attributes:
-        model: model of the vectors that searches find in the column now.
-        new_model: the model that the column gets.
-        checksum: checksum of the new model's tower of documents.
-        state: "filling", "switched" or "finished".
-        notes: `dim`, `old_model`, measurements, names of indexes.
-    """
-
-    model: str
-    new_model: str
-    checksum: str
-    state: str
-    notes: dict[str, Any]
 
 
 def records_of(table: PostgresTable) -> PostgresTable:

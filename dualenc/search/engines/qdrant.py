@@ -6,20 +6,15 @@ is then switched to it in one step.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 import uuid
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
-import qdrant_client
-from qdrant_client.http.exceptions import ResponseHandlingException
 from qdrant_client.models import (
     CreateAlias,
     CreateAliasOperation,
@@ -36,14 +31,14 @@ from qdrant_client.models import (
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.provenance import Provenance
-from dualenc.io.terminal import without_credentials
 from dualenc.search.engines.engine import REPLACED, RESUME, Engine, Rows, Settings, State
+from dualenc.search.engines.migration_record import FILLING, SWITCHED
 from dualenc.search.engines.pushed_folder import AGAIN
-from dualenc.search.engines.qdrant_filters import as_filter, one_line, parse_filter
+from dualenc.search.engines.qdrant_collection import KEY
+from dualenc.search.engines.qdrant_connection import connect, one_line_errors
+from dualenc.search.engines.qdrant_filters import as_filter, parse_filter
 from dualenc.search.where import Condition
 
-API_KEY = "QDRANT_API_KEY"
-"""Environment variable with the API key of a server."""
 POINT_NAMESPACE = uuid.uuid5(uuid.NAMESPACE_OID, "dualenc")
 """Qdrant identifies points by numbers or UUIDs: an item's point is the UUID 5 of its id in this
 namespace."""
@@ -78,22 +73,7 @@ class QdrantIndex(Engine):
             raise DualencError(
                 f"collection is {self.name[:40]!r}", fix="give a name of letters, digits, - and _"
             )
-        # The client would unpickle the contents of a local folder, which can run code.
-        if not target.startswith(("http://", "https://")):
-            raise DualencError(
-                "is not the URL of PostgreSQL or a Qdrant server",
-                fix="write postgresql://user@host/database or http://localhost:6333",
-                where=without_credentials(target),
-            )
-        if "@" in target or urlsplit(target).query:
-            raise DualencError(
-                "the URL of the server contains a key or query", fix=f"set {API_KEY} instead"
-            )
-        key = os.environ.get(API_KEY) or None
-        with self.one_line_errors():
-            self.client: Any = qdrant_client.QdrantClient(
-                url=target, api_key=key, timeout=60, check_compatibility=False
-            )
+        self.client: Any = connect(target, self.location)
 
     def exclusive(self) -> AbstractContextManager[None]:
         # Qdrant lacks locks. Simultaneous pushes of the same embeddings write the same points, and
@@ -115,12 +95,25 @@ class QdrantIndex(Engine):
         vectors = VectorParams(size=self.dim, distance=distance, datatype=dtype)
         metadata = {"dualenc": self.items_checksum, "dualenc_alias": self.name}
         if self.replaces:
+            self._check_no_migration()
             self._delete_abandoned()
         self.client.create_collection(self.filled, vectors, metadata=metadata)
         # Create payload indexes before adding vectors: Qdrant adds the graph links that filtered
         # searches need only for indexes that exist when the graph is built.
         for name, kind in self.column_kinds.items():
             self.client.create_payload_index(self.filled, name, PAYLOAD_INDEXES[kind])
+
+    def _check_no_migration(self) -> None:
+        """Raise while a migration needs a second collection, which a push would replace."""
+        if not self.client.collection_exists(self.name):
+            return
+        metadata = self.client.get_collection(self.name).config.metadata or {}
+        if (metadata.get(KEY) or {}).get("state") in (FILLING, SWITCHED):
+            raise DualencError(
+                "a migration is under way",
+                fix="end it first: dualenc migrate FOLDER --finish, or --rollback --discard",
+                where=self.location,
+            )
 
     def _delete_abandoned(self) -> None:
         """Delete what pushes of other embeddings left; one that is still running notices."""
@@ -272,23 +265,8 @@ class QdrantIndex(Engine):
         Args:
             resume: how to resume after an error that may pass.
         """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
-        except DualencError:
-            raise
-        except Exception as error:
-            status = getattr(error, "status_code", None) or 0
-            problem = one_line(error)
-            remedy = ""
-            if status in (401, 403):
-                problem = "Qdrant refuses the key"
-                remedy = f"set {API_KEY} to one that may do it"
-            # Retrying may help without a response, or with one that does not blame the request.
-            elif isinstance(error, ResponseHandlingException) or status == 429 or status >= 500:
-                remedy = resume
-            raise DualencError(problem, fix=remedy, where=self.location) from error
+        with one_line_errors(self.location, resume):
+            yield
 
 
 def _point(id: str) -> str:
