@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from dualenc.commands.options import TableNames
 from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
 
@@ -17,25 +18,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TableOptions:
-    """A table of PostgreSQL, for a URL in place of INDEX.
+class TableOptions(TableNames):
+    """A table of PostgreSQL, for a URL or the folder of a table in place of INDEX.
 
     Args:
-        table: table, as table or schema.table, with double quotes around a name with a dot
-            ('"a.b"').
-        id: column of unique ids; by default the primary key.
-        text: column of texts; by default the only one of its type.
-        vector: column of vectors; by default the only one of its type.
-        old_model: model of the old vectors, for --data and --queries.
+        old_model: model of the old vectors, for --data and --queries; by default the one that the
+            folder of a table records.
         where: condition on the rows that get new vectors, such as year>=2020; may be repeated. The
             others have no vector after the switch.
         finish: after the switch, drop the old vectors; no rollback is left.
     """
 
-    table: str | None = None
-    id: str | None = None
-    text: str | None = None
-    vector: str | None = None
     old_model: str | None = None
     where: Annotated[list[str] | None, Parameter(negative_iterable="")] = None
     finish: bool = False
@@ -53,7 +46,7 @@ def migrate_table(
     """Migrate a table of PostgreSQL, finish its migration, or roll it back.
 
     Args:
-        target: URL of the database.
+        target: URL of the database, or folder of a table.
         new_model: the new model, unless the migration is finished or rolled back.
         options: the table.
         settings: further arguments of `dualenc.workflows.migrate_table.migrate_table`.
@@ -62,18 +55,16 @@ def migrate_table(
     """
     from dualenc.search.engines.factory import is_postgres
 
-    if not is_postgres(target):
+    if "://" in target and not is_postgres(target):
         raise DualencError(
             "only tables of PostgreSQL migrate in place",
             fix="write postgresql://user@host/database, or push again with --replace",
         )
-    if options.table is None:
-        raise DualencError("a database has many tables", fix="name one: --table TABLE")
     try:
         workflow = importlib.import_module("dualenc.workflows.migrate_table")
     except ImportError as error:
         raise DualencError(str(error), fix="pip install 'dualenc[postgres]'") from None
-    columns = workflow.TableColumnNames(options.id, options.text, options.vector)
+    columns = options.columns()
     if options.finish:
         report = workflow.finish_table(target, options.table, columns=columns)
         print_line(f"{report.location}: the old vectors are dropped{_describe_missing(report)}")
@@ -91,7 +82,13 @@ def migrate_table(
             on_report=_print_table_report,
             **settings,
         )
-        print_line(_describe_table(report, options.table))
+        print_line(_describe_table(report, _place(target, options)))
+
+
+def _place(target: str, options: TableOptions) -> str:
+    """Return how a command names the table, without the password of a URL."""
+    words = [target] if options.table is None else ["URL", "--table", options.table]
+    return shlex.join(words)
 
 
 def _print_table_report(report: TableReport) -> None:
@@ -104,7 +101,7 @@ def _print_table_report(report: TableReport) -> None:
         print_table(report.table())
 
 
-def _describe_table(report: TableReport, table: str) -> str:
+def _describe_table(report: TableReport, place: str) -> str:
     """Return what has become of a table, and the next command."""
     if report.state == "measured":
         measured = report.verdict() if report.systems else "there are too few rows to measure"
@@ -112,7 +109,7 @@ def _describe_table(report: TableReport, table: str) -> str:
     if report.state == "finished":
         return f"{report.location}: all vectors are of {report.model}"
     found = f"{report.location}: searches find the vectors of {report.model} now"
-    again = f"dualenc migrate URL --table {shlex.quote(table)}"
+    again = f"dualenc migrate {place}"
     rest = f"the old ones stay until {again} --finish, and come back by {again} --rollback"
     return f"{found}{_describe_missing(report)}; {rest}"
 

@@ -21,13 +21,14 @@ from dualenc.search.embed.encode import embed
 from dualenc.search.engines.postgres_connection import compose
 from dualenc.search.engines.postgres_index_copies import indexes_of
 from dualenc.search.engines.postgres_migration import TableMigration
+from dualenc.search.engines.postgres_vectors import OPERATORS
 from dualenc.search.migration.maps import NEIGHBORS
 from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
 from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES
+from dualenc.workflows.row_texts import RowTexts
 from dualenc.workflows.text_vectors import text_vectors
 
-OPERATORS = {"cosine": "<=>", "ip": "<#>", "l2": "<->", "l1": "<+>"}
 MIN_ROWS = 2
 """Fewer rows have no neighbors to compare."""
 
@@ -41,6 +42,7 @@ class TableSample:
         old_model: name of the old model, for judged queries; None if it is unknown.
         data: BEIR folder with judgements of the rows; None compares results.
         batch_size: texts per forward pass.
+        texts: whole texts of the rows; None if the table stores them.
 
     Raises:
         DualencError: judgements are given without the old model, or none fits the rows.
@@ -53,8 +55,10 @@ class TableSample:
         old_model: str | None,
         data: str | None,
         batch_size: int,
+        texts: RowTexts | None = None,
     ) -> None:
         self.migration = migration
+        self.texts = texts
         self.encoder = encoder
         self.old_model = old_model
         self.batch_size = batch_size
@@ -150,7 +154,10 @@ class TableSample:
         if not _is_inner_product(self.migration) and len(vectors):
             lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
             vectors = vectors / np.where(lengths == 0, 1, lengths)
-        return [row[0] for row in drawn], [row[1] for row in drawn], vectors
+        texts = [row[1] for row in drawn]
+        if self.texts is not None:
+            texts = [str(self.texts.whole(row[0], row[1])) for row in drawn]
+        return [row[0] for row in drawn], texts, vectors
 
     def _judged_systems(self, old: np.ndarray, new: np.ndarray) -> dict[str, measures.System]:
         """Return the queries and rows of both models."""

@@ -124,18 +124,27 @@ class QdrantIndex(Engine):
 
     def _delete_abandoned(self) -> None:
         """Delete what pushes of other embeddings left; one that is still running notices."""
-        for collection in self.client.get_collections().collections:
-            name = collection.name
-            if name.startswith(f"{self.name}-") and name != self._collection_of_alias():
-                self._delete_own(name)
+        for name in self.leftovers():
+            self._delete_own(name)
+
+    def leftovers(self) -> list[str]:
+        with self.one_line_errors():
+            names = [each.name for each in self.client.get_collections().collections]
+            beside = [name for name in names if name.startswith(f"{self.name}-")]
+            current = self._collection_of_alias()
+            return [name for name in beside if name != current and self._is_made_for_alias(name)]
+
+    def _is_made_for_alias(self, name: str) -> bool:
+        """Return True if a collection exists and was made for this alias."""
+        # The beginning of the name is not enough: "items-2" may be another collection.
+        if not self.client.collection_exists(name):
+            return False
+        metadata = self.client.get_collection(name).config.metadata or {}
+        return bool(metadata.get("dualenc_alias") == self.name)
 
     def _delete_own(self, name: str) -> None:
         """Delete a collection if it was made for this alias; leave all others."""
-        # The beginning of the name is not enough: "items-2" may be another collection.
-        if not self.client.collection_exists(name):
-            return
-        metadata = self.client.get_collection(name).config.metadata or {}
-        if metadata.get("dualenc_alias") == self.name:
+        if self._is_made_for_alias(name):
             self.client.delete_collection(name)
 
     def _collection_of_alias(self) -> str | None:
