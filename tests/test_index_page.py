@@ -53,12 +53,18 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def commands() -> list[list[str]]:
     """The page's commands, as lists of words, without scripts, and without those for images and
-    tables, which have their own tests in tests/commands: test_adapt_images.py,
-    test_migrate_images.py, test_migrate_table.py."""
+    tables, which have their own tests: tests/commands/test_adapt_images.py,
+    test_migrate_images.py, test_migrate_table.py and tests/search/test_postgres_migrate_pushed.py.
+    """
     blocks = [block for block in code(PAGE, "bash") if not block.startswith("#!")]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     found = [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
-    others = ("images_index", "postgresql://me@localhost/shop", "http://localhost:6333")
+    others = (
+        "images_index",
+        "postgresql://me@localhost/shop",
+        "emb-engine",
+        "http://localhost:6333",
+    )
     return [words for words in found if not set(others) & set(words)]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import importlib
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -10,6 +12,7 @@ from dualenc.commands.options import (
     BatchSize,
     BuildOptions,
     SourceOptions,
+    TableNames,
     given_options,
     refuse_together,
 )
@@ -37,6 +40,7 @@ def index(
     model: str | None = None,
     side: Literal["left", "right"] | None = None,
     items: SourceOptions,
+    table: TableNames,
     batch_size: BatchSize = 32,
     device: str | None = None,
     append: Annotated[bool, Hidden] = False,
@@ -56,9 +60,13 @@ def index(
     texts.parquet --out index --texts`. Row i of the table describes vector i, unless the vectors
     have ids: those in a FAISS file, or of --ids.
 
+    Vectors in a table of PostgreSQL stay there: `dualenc index postgresql://user@host/database
+    --table docs --model MODEL --out docs-table` records where they are, and searches, adapt,
+    evaluate and check take that folder.
+
     Args:
         source: folder of embeddings, FAISS file, .npy matrix, model folder or name; with --bm25 or
-            --texts also an index.
+            --texts also an index; or postgresql://user@host/database with --table.
         data: data to embed with a model: BEIR folder, folder of images, table, tars, or hub name;
             with FILE the texts of its vectors, with their ids and --columns.
         out: folder to write: index.faiss, items.arrow, order.npy, meta.json.
@@ -66,7 +74,7 @@ def index(
         texts: keep the whole texts beside the vectors, for `dualenc append`, `dualenc remove` and
             `dualenc migrate`.
         ids: ids of the vectors of FILE: .txt with an id per line, .npy, or a table (--id-column).
-        model: name of the model that made the vectors of FILE, to be recorded.
+        model: name of the model that made the vectors of FILE or of a table, to be recorded.
         side: side of the model, left or right; by default documents, or the side that encodes what
             the data holds.
         batch_size: items per forward pass.
@@ -74,6 +82,21 @@ def index(
     """
     # Both before the import of the workflow, so that these mistakes are reported at once.
     _refuse_old_flags(append, remove, verify)
+    if "://" in source:
+        others: dict[str, Any] = {
+            "DATA": data,
+            "--bm25": bm25,
+            "--texts": texts,
+            "--ids": ids,
+            "--side": side,
+        }
+        for group in (build, items):
+            others |= given_options(group)
+        del others["--metric"], others["--columns"]
+        refuse_together("a table", others)
+        _record_table(source, table, out, items, build, model)
+        return
+    refuse_together("--table without postgresql://", given_options(table))
     _check_together(data, out, build, side, items, reads_texts=bm25 or texts, ids=ids)
     from dualenc.workflows import build_index
 
@@ -92,6 +115,36 @@ def index(
         **vars(items),
     )
     print_index(result, source if out is None else out)
+
+
+def _record_table(
+    target: str,
+    table: TableNames,
+    out: str | None,
+    items: SourceOptions,
+    build: BuildOptions,
+    model: str | None,
+) -> None:
+    """Record where the vectors of a table are."""
+    if table.table is None or out is None:
+        raise DualencError(
+            "a table needs its name and a folder to write", fix="give --table TABLE --out FOLDER"
+        )
+    try:
+        workflow = importlib.import_module("dualenc.workflows.record_table")
+    except ImportError as error:
+        raise DualencError(str(error), fix="pip install 'dualenc[postgres]'") from None
+    recorded = workflow.record_table(
+        target,
+        table.table,
+        out,
+        names=table.columns(),
+        columns=items.columns or (),
+        model=model,
+        metric=build.metric,
+    )
+    print_line(f"{recorded.count:,} vectors of dimension {recorded.dim} stay in the table → {out}")
+    print_line(f'next: dualenc search {shlex.quote(out)} "…"')
 
 
 def _refuse_old_flags(append: bool, remove: str | None, verify: bool) -> None:

@@ -40,10 +40,12 @@ def migrate(
     other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     A table of PostgreSQL gets a second column of vectors, which is filled and indexed while clients
-    read and write, and then takes the place of the first in a short transaction.
+    read and write, and then takes the place of the first in a short transaction. Afterwards the
+    same command fills rows that clients have written without a vector.
 
     Args:
-        index: an index of texts or images, or postgresql://user@host/database with --table.
+        index: an index of texts or images, the folder of a table of PostgreSQL (`dualenc push`), or
+            postgresql://user@host/database with --table.
         new_model: model folder or name, of the kind of the old one: query-document, image-text or
             image.
         data: the documents, unless the index keeps their texts (`dualenc index --texts`); by
@@ -84,7 +86,9 @@ def migrate(
         )
     settings: dict[str, Any] = {"data": data, "queries": queries, "report_only": report_only}
     settings |= {"anyway": anyway, "batch_size": batch_size, "device": device}
-    if "://" in index or _is_in_qdrant(index):
+    from dualenc.search.engines.pushed_folder import is_pushed
+
+    if "://" in index or is_pushed(index):
         refuse_together("a table or collection", {"--allow-outside": allow_outside})
         migrate_table(index, new_model, options, settings, rollback=rollback, discard=discard)
         return
@@ -109,14 +113,6 @@ def migrate(
         on_report=_print_report,
     )
     _print_outcome(index, new_model, report)
-
-
-def _is_in_qdrant(folder: str) -> bool:
-    """Return True for a folder that a push to Qdrant wrote."""
-    from dualenc.search.engines.factory import is_postgres
-    from dualenc.search.engines.pushed_folder import is_pushed, read_pushed
-
-    return is_pushed(folder) and not is_postgres(read_pushed(folder).target)
 
 
 def _describe_rollback(index: str, done: RolledBack) -> str:

@@ -11,34 +11,26 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 
+from dualenc.commands.options import TableNames
 from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
-    from dualenc.workflows.table_report import TableColumnNames, TableReport, TableRolledBack
+    from dualenc.workflows.table_report import TableReport, TableRolledBack
 
 
 @dataclass(frozen=True)
-class TableOptions:
-    """A table of PostgreSQL or a collection of Qdrant, for a URL in place of INDEX.
+class TableOptions(TableNames):
+    """A table of PostgreSQL or a collection of Qdrant, for a URL or its folder in place of INDEX.
 
     Args:
-        table: table, as table or schema.table, with double quotes around a name with a dot
-            ('"a.b"'); or collection, by its name or alias.
-        id: column of unique ids, by default the primary key; field of the ids in --data, by default
-            the ids of points.
-        text: column or field of texts; by default the only one.
-        vector: column of vectors, or named vector; by default the only one.
-        old_model: model of the old vectors, for --data and --queries.
+        old_model: model of the old vectors, for --data and --queries; by default the one that a
+            folder records.
         where: condition on the rows of a table that get new vectors, such as year>=2020; may be
             repeated. The others have no vector after the switch.
         finish: after the switch, drop the old vectors; no rollback is left.
     """
 
-    table: str | None = None
-    id: str | None = None
-    text: str | None = None
-    vector: str | None = None
     old_model: str | None = None
     where: Annotated[list[str] | None, Parameter(negative_iterable="")] = None
     finish: bool = False
@@ -56,7 +48,7 @@ def migrate_table(
     """Migrate a table or collection, finish its migration, or roll it back.
 
     Args:
-        target: URL of the database, or the folder that `dualenc push` wrote.
+        target: URL of the database, or the folder of a table or collection.
         new_model: the new model, unless the migration is finished or rolled back.
         options: the table or collection.
         settings: further arguments of `migrate_table` and `migrate_collection` in
@@ -64,8 +56,6 @@ def migrate_table(
         rollback: put the old vectors back.
         discard: drop the new vectors too.
     """
-    from dualenc.workflows.table_report import TableColumnNames
-
     again = f"dualenc migrate {shlex.quote(target) if '://' not in target else 'URL'}"
     if "://" in target:
         if options.table is None:
@@ -73,8 +63,7 @@ def migrate_table(
         again += f" --table {shlex.quote(options.table)}"
     elif given := [name for name, value in _of_columns(options).items() if value is not None]:
         raise DualencError(f"{given[0]} is recorded in {target}", fix="leave it out")
-    columns = TableColumnNames(options.id, options.text, options.vector)
-    engine = _engine_of(target, options, columns)
+    engine = _engine_of(target, options)
     if options.finish:
         report = engine.finish()
         print_line(f"{report.location}: the old vectors are dropped{_describe_missing(report)}")
@@ -99,17 +88,19 @@ class _Engine(NamedTuple):
     roll_back: Callable[..., TableRolledBack]
 
 
-def _engine_of(target: str, options: TableOptions, columns: TableColumnNames) -> _Engine:
+def _engine_of(target: str, options: TableOptions) -> _Engine:
     """Return the functions that migrate a table of PostgreSQL, or a collection of Qdrant."""
     from dualenc.search.engines.factory import is_postgres
+    from dualenc.search.engines.pushed_folder import is_pushed, read_pushed
 
-    name = "postgres" if is_postgres(target) else "qdrant"
+    url = read_pushed(target).target if is_pushed(target) else target
+    name = "postgres" if is_postgres(url) else "qdrant"
     kind = "table" if name == "postgres" else "collection"
     try:
         workflow = importlib.import_module(f"dualenc.workflows.migrate_{kind}")
     except ImportError as error:
         raise DualencError(str(error), fix=f"pip install 'dualenc[{name}]'") from None
-    table, old = options.table, options.old_model
+    table, old, columns = options.table, options.old_model, options.columns()
     if name == "qdrant":
         if options.where:
             raise DualencError("--where is of PostgreSQL", fix="leave it out")

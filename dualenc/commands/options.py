@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter, convert, validators
 from cyclopts.types import NormFloat, PositiveInt
 
 from dualenc.errors import DualencError
+
+if TYPE_CHECKING:
+    from dualenc.search.engines.column_names import TableColumnNames
 
 
 def _split(kind: Any, tokens: Sequence[Any]) -> Any:
@@ -125,6 +128,31 @@ class BuildOptions:
     target_recall: NormFloat = 0.95
     recall_queries: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1 << 20))] = 500
     queries: str | None = None
+
+
+@dataclass(frozen=True)
+class TableNames:
+    """A table of PostgreSQL, or a collection of Qdrant, for a URL.
+
+    Args:
+        table: table, as table or schema.table, with double quotes around a name with a dot
+            ('"a.b"'); or collection, by its name or alias.
+        id: column of unique ids, by default the primary key; in Qdrant the payload field with the
+            ids of --data, by default the ids of points.
+        text: column or field of texts; by default the only one of its type.
+        vector: column of vectors, or named vector; by default the only one.
+    """
+
+    table: str | None = None
+    id: str | None = None
+    text: str | None = None
+    vector: str | None = None
+
+    def columns(self) -> TableColumnNames:
+        """Return the names of the columns."""
+        from dualenc.search.engines.column_names import TableColumnNames
+
+        return TableColumnNames(self.id, self.text, self.vector)
 
 
 @dataclass(frozen=True)

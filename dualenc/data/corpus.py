@@ -127,8 +127,13 @@ class Corpus:
         """Return the beginning of a text in one line, for display; "" for images and vectors."""
         if self.modality != "text":
             return ""
-        line = " ".join(self.items[index][: 2 * SNIPPET_LENGTH].split())
-        return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
+        return beginning(self.items[index])
+
+
+def beginning(text: str) -> str:
+    """Return the beginning of a text in one line, for display."""
+    line = " ".join(text[: 2 * SNIPPET_LENGTH].split())
+    return line if len(line) <= SNIPPET_LENGTH else line[: SNIPPET_LENGTH - 1].rstrip() + "…"
 
 
 class RetrievalSet(NamedTuple):

@@ -81,6 +81,8 @@ class Provenance:
         type: type of the vectors in PostgreSQL.
         index: kind of index in PostgreSQL.
         embeddings: folder of the pushed embeddings.
+        live: whether clients write the table, so that its rows are not those of a push.
+        names: columns of `id`, `text` and `vector` in a table that dualenc did not make.
         of: checksum of the items that stored texts belong to.
         sizes: bytes of each file.
         files: SHA-256 of each file.
@@ -142,6 +144,8 @@ class Provenance:
     type: str = ""
     index: Literal["hnsw", "ivfflat", "none"] | None = None
     embeddings: str | None = None
+    live: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
     # Files of the folder.
     of: str | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)

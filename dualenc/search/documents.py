@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from dualenc.io.provenance import SOURCE_ENTRIES, Provenance
 from dualenc.io.reading import read_json_object
 from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.factory import open_engine
-from dualenc.search.engines.pushed_folder import is_pushed, read_pushed, refuse_url
+from dualenc.search.engines.pushed_folder import is_pushed, refuse_url
 from dualenc.search.index.build import subtracts_mean
 from dualenc.search.index.database import STORED_TOLERANCE, Database, as_queries
 from dualenc.search.index.open import Index, is_index
@@ -111,7 +111,7 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
     refuse_vector_file(source)
     with ExitStack() as stack:
         # An engine stays open until its vectors are copied, hence the stack.
-        documents, is_ready = _open(source, stack)
+        documents, is_ready, engine = _open(source, stack)
         documents.record(dim=documents.dim)
         if documents.provenance.metric == "ip" and not is_ready:
             _check_lengths(documents, source)
@@ -126,7 +126,12 @@ def open_documents(source: str | Path, work: str | Path | None = None) -> Embedd
         path = Path(work) / VECTORS
         # One process copies; the others wait for it and map the copy.
         if distributed.is_main():
-            _write_once(documents, path, _checksum_of_rows(source, documents), scale=not is_ready)
+            if engine is None:
+                checksum = _checksum_of_files(source, may_remember=True)
+            else:
+                # With the ids, which may change without a push.
+                checksum = digest_of(engine.checksum(), documents.ids)
+            _write_once(documents, path, checksum, scale=not is_ready)
     distributed.barrier()
     provenance = documents.provenance.updated(dtype="float16")
     if not is_ready:
@@ -151,20 +156,12 @@ def fingerprint(source: str | Path) -> str:
     refuse_vector_file(source)
     if is_pushed(source):
         # Opening compares the fingerprint in meta.json with the one in the collection.
-        open_engine(source).close()
+        with closing(open_engine(source)) as engine:
+            return engine.checksum()
     return _checksum_of_files(source, may_remember=False)
 
 
-def _checksum_of_rows(source: Path, documents: Embeddings) -> str:
-    """Return the identity of copied vectors; for a collection with the ids, which may change."""
-    checksum = _checksum_of_files(source, may_remember=True)
-    return digest_of(checksum, documents.ids) if is_pushed(source) else checksum
-
-
 def _checksum_of_files(source: Path, may_remember: bool) -> str:
-    if is_pushed(source):
-        # The other entries of meta.json may change, such as search settings.
-        return read_pushed(source).fingerprint
     # New queries or judgements beside a corpus do not change its vectors.
     pattern = "corpus*" if detect(source) == "beir" else "*"
     paths = [inner for path in source.glob(pattern) for inner in (path, *path.rglob("*"))]
@@ -180,24 +177,26 @@ def _checksum_of_files(source: Path, may_remember: bool) -> str:
     return digest.hexdigest()
 
 
-def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
+def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool, Engine | None]:
     """Open the documents of a source; return whether their vectors are compared unscaled, too."""
     if is_pushed(source):
         engine = open_engine(source)
         stack.callback(engine.close)
+        engine.hold_snapshot()
         # For the cosine an engine may store vectors of any length, but those of a model are unit.
-        return _engine_documents(engine), engine.provenance.output == "embedding"
+        is_ready = engine.provenance.output == "embedding" and not engine.provenance.live
+        return _engine_documents(engine), is_ready, engine
     if not source.is_dir() or is_index(source):
         opened = Index.open(source)
         about = opened.provenance
         is_ready = about.metric == "cosine" or about.output == "embedding"
         documents = _index_documents(opened, source)
         check_agreement(opened, documents.vectors, source)
-        return documents, is_ready
+        return documents, is_ready, None
     if is_embeddings(source):
         embeddings = Embeddings.open(source)
         embeddings.record(metric="cosine")
-        return embeddings, embeddings.provenance.normalized
+        return embeddings, embeddings.provenance.normalized, None
     if detect(source) != "beir":
         raise DualencError(
             "not an index, embeddings, a BEIR folder of vectors or a pushed collection",
@@ -206,7 +205,7 @@ def _open(source: Path, stack: ExitStack) -> tuple[Embeddings, bool]:
         )
     if (source / "corpus").is_dir():
         return _open(source / "corpus", stack)
-    return _table_documents(source), False
+    return _table_documents(source), False, None
 
 
 def _index_documents(index: Index, source: Path) -> Embeddings:
@@ -287,15 +286,17 @@ def _engine_documents(engine: Engine) -> Embeddings:
     # Sorted, because engines return rows in no particular order, and rows must stay the same.
     texts = dict(sorted(engine.texts_by_id().items()))
     ids = list(texts)
-    if len(ids) < len(engine):
+    # Clients change a live table, also between its opening and the snapshot.
+    count = len(ids) if engine.provenance.live else len(engine)
+    if len(ids) < count:
         raise DualencError(
-            f"holds {len(ids)} of {len(engine)} vectors",
+            f"holds {len(ids)} of {count} vectors",
             fix="run the same `dualenc push` again",
             where=engine.location,
         )
-    if len(ids) > len(engine):
+    if len(ids) > count:
         raise DualencError(
-            f"holds {len(ids)} vectors, and {len(engine)} were pushed",
+            f"holds {len(ids)} vectors, and {count} were pushed",
             fix="run the same `dualenc push` with --replace to remove the others",
             where=engine.location,
         )

@@ -23,12 +23,13 @@ from dualenc.search.checks.canaries import check_canaries
 from dualenc.search.checks.drift import check_drift
 from dualenc.search.checks.findings import Finding, alarm, ok, skipped
 from dualenc.search.checks.items import check_items
-from dualenc.search.checks.leftovers import check_migration, check_swaps
+from dualenc.search.checks.leftovers import check_engine, check_migration, check_swaps
 from dualenc.search.checks.mixture import check_mixture
 from dualenc.search.checks.recall import check_filters, check_recall
 from dualenc.search.checks.stored import Sample, Stored, is_stored
 from dualenc.search.checks.vector_faults import check_vectors
 from dualenc.search.embed.encode import embed
+from dualenc.search.engines.engine import Engine
 from dualenc.search.recorded_data import open_recorded
 from dualenc.search.searcher import recorded_model
 from dualenc.types import StrPath, opposite
@@ -133,8 +134,11 @@ def check(
     with closing(stored):
         opens = ok("opens", f"{len(stored.opened):,} vectors of dimension {stored.dim}")
         described = _with_images(stored, None if data is None else str(data))
-        checks = _check_contents(described, model, queries, chosen)
-        return CheckResult(folder, [opens, *checks, swaps, migration])
+        findings = [opens, *_check_contents(described, model, queries, chosen)]
+        last = [swaps, migration]
+        if isinstance(stored.opened, Engine):
+            last = check_engine(folder, stored.opened, swaps)
+        return CheckResult(folder, [*findings, *last])
 
 
 def _check_contents(

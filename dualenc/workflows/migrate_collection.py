@@ -18,11 +18,14 @@ from dualenc.evaluation import migration_measures as measures
 from dualenc.io.files import locked
 from dualenc.io.provenance import MODEL_ENTRIES, Provenance
 from dualenc.search.embed.encode import tower_checksum
+from dualenc.search.engines.column_names import TableColumnNames
 from dualenc.search.engines.migration_record import (
     FILLING,
     FINISHED,
     SWITCHED,
+    UNKNOWN,
     Migration,
+    as_stored,
     resumed,
     reversible,
     switched,
@@ -34,7 +37,7 @@ from dualenc.search.engines.qdrant_collection import (
     QdrantCollection,
     opened_collection,
 )
-from dualenc.search.engines.qdrant_migration import PendingPoint, PointMigration, Whole
+from dualenc.search.engines.qdrant_migration import PendingPoint, PointMigration
 from dualenc.search.engines.qdrant_named_vector import NamedVectorMigration
 from dualenc.search.engines.qdrant_owner import Owner, only_migration
 from dualenc.search.engines.qdrant_sample import QdrantSample
@@ -42,14 +45,7 @@ from dualenc.search.engines.qdrant_second_collection import SecondCollectionMigr
 from dualenc.workflows.measure_table import TableSample, most_retrieved
 from dualenc.workflows.row_texts import RowTexts
 from dualenc.workflows.session import open_model, recorded_name, short_name, start_processes
-from dualenc.workflows.table_report import (
-    UNKNOWN,
-    TableColumnNames,
-    TableReport,
-    TableRolledBack,
-    new_record,
-    report_of,
-)
+from dualenc.workflows.table_report import TableReport, TableRolledBack, new_record, report_of
 from dualenc.workflows.text_vectors import RowVectors
 
 logger = logging.getLogger("dualenc.workflows")
@@ -115,15 +111,11 @@ def migrate_collection(
         texts = opened.texts(data)
         old = old_model or opened.old_model()
         if record is None:
-            notes = opened.plan(encoder, columns or TableColumnNames(), recorded_name(new_model))
-            migration = opened.migration(notes, texts)
-            rows = QdrantSample(migration, opened.parameters(notes))
             judged = data if opened.folder is None or _is_judged(data) else None
-            measured = TableSample(rows, encoder, old, judged, batch_size).measure()
-            if texts is not None:
-                texts.report(opened.location)
-            name = recorded_name(new_model)
-            record = new_record(name, checksum, old, {**notes, **measured})
+            notes = opened.plan(encoder, columns or TableColumnNames(), recorded_name(new_model))
+            rows = QdrantSample(opened.migration(notes, texts), opened.parameters(notes))
+            sample = TableSample(rows, encoder, old, judged, batch_size)
+            record = _measured(opened, sample, texts, notes, new_model)
         elif record.state == FINISHED or (record.state == SWITCHED and report_only):
             return opened.report(record)
         _check_names(record, columns or TableColumnNames(), opened.location)
@@ -146,6 +138,22 @@ def migrate_collection(
         if texts is not None:
             texts.report(opened.location)
         return opened.report(record)
+
+
+def _measured(
+    opened: _Opened,
+    sample: TableSample,
+    texts: RowTexts | None,
+    notes: dict[str, Any],
+    new_model: str,
+) -> Migration:
+    """Measure a sample, and return the record of a migration that begins."""
+    measured = sample.measure()
+    if texts is not None:
+        texts.check(opened.location)
+    checksum = tower_checksum(sample.encoder.right)
+    old = sample.old_model
+    return new_record(recorded_name(new_model), checksum, old, {**notes, **measured})
 
 
 def _check_names(record: Migration, given: TableColumnNames, location: str) -> None:
@@ -291,7 +299,7 @@ class _Opened:
 
     def migration(self, notes: dict[str, Any], texts: RowTexts | None = None) -> PointMigration:
         """Return the planned or recorded migration."""
-        whole: Whole = texts.whole if texts is not None else (lambda _, stored: stored)
+        whole = as_stored if texts is None else texts.whole
         is_named = notes["source"] == notes["target"]
         kind = NamedVectorMigration if is_named else SecondCollectionMigration
         return kind(self.collection, self.owner, notes, whole)

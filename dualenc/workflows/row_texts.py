@@ -87,8 +87,8 @@ class RowTexts:
         shown = in_utf8(self.corpus.text(row))
         return shown, shown.replace("\0", "\ufffd")
 
-    def report(self, location: str) -> None:
-        """Log how many of the texts that were asked for come from where.
+    def check(self, location: str) -> None:
+        """Raise if no text that was asked for so far is of the data; call it after a sample.
 
         Args:
             location: the engine, for messages.
@@ -96,13 +96,21 @@ class RowTexts:
         Raises:
             DualencError: texts were cut, and the data has none of them.
         """
-        from_data, cut = sum(self._is_of_data), sum(self._others.values())
-        if cut and not from_data:
+        cut = sum(self._others.values())
+        if cut and not any(self._is_of_data):
             raise DualencError(
                 f"{cut:,} texts are beginnings, and none is of a text in the data",
                 fix="name the data that was embedded by --data",
                 where=location,
             )
+
+    def report(self, location: str) -> None:
+        """Log how many of the texts that were asked for come from where.
+
+        Args:
+            location: the engine, for messages.
+        """
+        from_data, cut = sum(self._is_of_data), sum(self._others.values())
         logger.info(
             "%s: %s texts come from the data, and %s, which clients have written, from the rows",
             location,

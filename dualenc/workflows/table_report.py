@@ -8,10 +8,8 @@ from typing import Any, Literal
 
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.report_page import Table
-from dualenc.search.engines.migration_record import FILLING, Migration
+from dualenc.search.engines.migration_record import FILLING, UNKNOWN, Migration
 from dualenc.workflows.session import recorded_name
-
-UNKNOWN = "the old model"
 
 
 @dataclass(frozen=True)
@@ -72,21 +70,6 @@ class TableRolledBack:
     switched: bool
     discarded: bool
     missing: int
-
-
-@dataclass(frozen=True)
-class TableColumnNames:
-    """Names of columns, or of fields and vectors of Qdrant; None finds them by their types.
-
-    Attributes:
-        id: unique ids.
-        text: texts.
-        vector: vectors of the old model.
-    """
-
-    id: str | None = None
-    text: str | None = None
-    vector: str | None = None
 
 
 def report_of(

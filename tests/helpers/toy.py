@@ -111,12 +111,12 @@ def write_captioned(folder: Path, images: int = 6) -> Path:
     return folder
 
 
-def text_model(folder: Path, seed: int = 0) -> Path:
+def text_model(folder: Path, seed: int = 0, dim: int = 32) -> Path:
     """A query-document model with random weights, as a model folder; queries and documents differ
     by their prompts."""
     torch.manual_seed(seed)
     sizes = {
-        "hidden_size": 32,
+        "hidden_size": dim,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "intermediate_size": 64,

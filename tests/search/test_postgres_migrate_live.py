@@ -320,26 +320,37 @@ def test_another_model_is_refused_until_the_end(
     check_vectors(postgres, "third", tmp_path / "third")
 
 
-def test_the_server_restarts_in_the_middle(toy_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_restarts_in_each_phase(toy_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = [("store", 2), ("build_indexes", 1), ("switch", 1), ("_rename", 2)]
     with own_server() as server:
         make_table(server.target, "restarted")
-        store = TableMigration.store
         calls: list[int] = []
 
-        def stopping(*arguments: Any) -> int:
-            calls.append(1)
-            if len(calls) == 2:
-                server.stop()
-                server.start()
-            return store(*arguments)
+        def restart(function: str, call: int) -> Callable[..., Any]:
+            original = getattr(TableMigration, function)
 
-        with monkeypatch.context() as patch, pytest.raises(DualencError) as error:
-            patch.setattr(TableMigration, "store", stopping)
-            migrate(server.target, "restarted", toy_text)
-        assert "the same command again resumes" in str(error.value)
-        assert "\n" not in str(error.value)
+            def stopping(*arguments: Any, **options: Any) -> Any:
+                calls.append(1)
+                if len(calls) == call:
+                    server.stop()
+                    server.start()
+                return original(*arguments, **options)
+
+            return stopping
+
+        for number, (function, call) in enumerate(phases):
+            calls.clear()
+            with monkeypatch.context() as patch, pytest.raises(DualencError) as error:
+                patch.setattr(TableMigration, function, restart(function, call))
+                migrate(server.target, "restarted", toy_text)
+            assert len(calls) == call
+            assert "the same command again resumes" in str(error.value)
+            assert "\n" not in str(error.value)
+            # What clients write in between is filled, too.
+            insert = "INSERT INTO restarted (id, body, embedding) SELECT %s, 'owl hen', embedding"
+            execute(server.target, f"{insert} FROM restarted WHERE id = 1", 1000 + number)
         assert migrate(server.target, "restarted", toy_text).state == "switched"
-        check_vectors(server.target, "restarted", toy_text)
+        assert check_vectors(server.target, "restarted", toy_text) == 60 + len(phases)
 
 
 def test_a_client_that_holds_the_table_delays_it_and_no_reader(

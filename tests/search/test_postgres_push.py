@@ -86,6 +86,11 @@ def test_rows_of_others_are_said_and_removed_on_request(
         index.vectors(["theirs"])
     assert push_embeddings(embeddings(), postgres, "more")[1] == 1
     assert "has rows that are not from these embeddings: 1; --replace removes them" in caplog.text
+    # A row without a vector is not found, and no document.
+    assert len(open_documents(tmp_path, tmp_path / "work")) == NUM
+    execute(
+        postgres, "UPDATE more SET embedding = %s WHERE id = 'theirs'", str(vectors(1)[0].tolist())
+    )
     with pytest.raises(
         DualencError, match=r"holds 121 vectors, and 120 were pushed; run .* with --replace"
     ):

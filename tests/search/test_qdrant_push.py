@@ -21,6 +21,7 @@ from dualenc.io.provenance import Provenance
 from dualenc.search import Embeddings
 from dualenc.search.documents import open_documents
 from dualenc.search.engines.factory import open_engine, push_embeddings
+from dualenc.search.engines.pushed_folder import embeddings_fingerprint
 from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.where import meets, parse_conditions
 from tests.helpers.edge_qdrant import EdgeClient
@@ -237,11 +238,15 @@ def test_a_killed_replacement_leaves_the_old_points_and_resumes(
     push_embeddings(embeddings(), url, "items")[0].close()
     words = [sys.executable, "-c", KILLED, url, function, str(call)]
     assert subprocess.run(words, capture_output=True, check=False).returncode == -9
+    checksum = embeddings_fingerprint(embeddings(seed=1), "cosine")
     if function != "_delete_own":
         index = push_embeddings(embeddings(), url, "items")[0]
         assert found(index) == IDS
+        assert index.leftovers() == [f"items-{checksum[:12]}"]
         index.close()
     index, sent = push_embeddings(embeddings(seed=1), url, "items", replace=True)
+    # What a finished push did not get to remove stays until the next replacement.
+    assert bool(index.leftovers()) == (function == "_delete_own")
     assert sent == NUM - stored
     assert found(index, seed=1) == IDS
     index.close()

@@ -52,6 +52,7 @@ def test_sources_are_counted_once_for_each_row(caplog: pytest.LogCaptureFixture)
     rows.whole("a", "short")
     rows.whole("a", "changed")
     with caplog.at_level(logging.INFO):
+        rows.check("db 'docs'")
         rows.report("db 'docs'")
     said = "db 'docs': 2 texts come from the data, and 3, which clients have written, from the rows"
     assert [record.message for record in caplog.records] == [
@@ -64,7 +65,7 @@ def test_other_data_is_refused() -> None:
     rows = texts()
     rows.whole("unknown", SHOWN)
     with pytest.raises(DualencError, match="db: 1 texts are beginnings, and none is of a text in"):
-        rows.report("db")
+        rows.check("db")
     with pytest.raises(DualencError, match="its data consists of vectors, not texts"):
         RowTexts(Corpus(["a"], [[1.0]], modality="vector"))
 

@@ -34,11 +34,20 @@ def _counts(stored: Stored) -> Finding:
     if not isinstance(stored.opened, Engine):
         line = f"{expected:,} vectors, ids and recorded items"
         return ok("counts", line, vectors=expected, recorded=stored.provenance.count or expected)
+    missing = stored.opened.count_missing()
+    if stored.provenance.live:
+        line = f"{expected:,} rows have a vector"
+        if missing:
+            line += f", and {missing:,} with a text have none"
+        return judged("counts", missing > 0, line, vectors=expected, missing=missing)
     count = stored.opened.count_rows()
     line = f"{count:,} rows"
     if count != expected:
         line = f"{count:,} rows are stored, and {expected:,} were pushed"
-    return judged("counts", count != expected, line, vectors=count, recorded=expected)
+    if missing:
+        line += f"; {missing:,} with a text have no vector"
+    is_alarm = count != expected or missing > 0
+    return judged("counts", is_alarm, line, vectors=count, recorded=expected)
 
 
 def _ids(stored: Stored) -> Finding:

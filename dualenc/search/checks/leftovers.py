@@ -8,7 +8,8 @@ from pathlib import Path
 from dualenc.data.store.vector_shards import is_embeddings, read_provenance
 from dualenc.errors import DualencError
 from dualenc.io.files import is_written_now, left_by_killed
-from dualenc.search.checks.findings import Finding, alarm, ok, skipped
+from dualenc.search.checks.findings import Finding, alarm, judged, ok, skipped
+from dualenc.search.engines.engine import Engine
 from dualenc.search.engines.pushed_folder import is_pushed
 from dualenc.search.migration.migration_folder import (
     embedded_count,
@@ -46,6 +47,26 @@ def check_swaps(folder: Path) -> Finding:
     return ok(SWAPS, "no writer was killed")
 
 
+def check_engine(folder: Path, engine: Engine, swaps: Finding) -> list[Finding]:
+    """Return the findings "swaps" and "migration" of a database.
+
+    Args:
+        folder: what `dualenc push` wrote.
+        engine: the opened engine.
+        swaps: the finding about the folder.
+    """
+    try:
+        left = [] if is_written_now(folder) else engine.leftovers()
+        is_unfinished, line = engine.migration()
+    except DualencError as error:
+        return [swaps, skipped(MIGRATION, str(error))]
+    if left and swaps.state == "ok":
+        problem = f"a push with --replace has left {', '.join(left)}"
+        remedy = "the same push again ends it, or the next one of other embeddings removes it"
+        swaps = alarm(SWAPS, f"{problem}; {remedy}", left=left)
+    return [swaps, judged(MIGRATION, is_unfinished, line)]
+
+
 def check_migration(folder: Path) -> Finding:
     """Return an alarm if a migration was interrupted, or its work folder is damaged or left over.
 
@@ -53,7 +74,7 @@ def check_migration(folder: Path) -> Finding:
         folder: the index.
     """
     if is_pushed(folder) or is_embeddings(folder):
-        return skipped(MIGRATION, "only an index of texts is migrated")
+        return skipped(MIGRATION, "only an index or a table is migrated")
     work = work_folder(folder)
     if is_written_now(work):
         return ok(MIGRATION, "`dualenc migrate` is running")

@@ -105,6 +105,8 @@ class Stored:
     @classmethod
     def _open_engine(cls, folder: Path) -> Stored:
         engine = open_engine(folder)
+        # Clients may change rows while they are checked.
+        engine.hold_snapshot()
         if len(engine) > MAX_LISTED:
             return cls(folder, engine, (), None)
         # Sorted, because engines return rows in no particular order.
@@ -143,6 +145,9 @@ class Stored:
     def should_be_unit(self) -> bool:
         """True if the record says that all vectors have length one."""
         about = self.provenance
+        if about.names:
+            # What other software stored may have any length.
+            return False
         if isinstance(self.opened, Embeddings):
             return about.normalized
         return about.metric == "cosine" or about.output == "embedding"

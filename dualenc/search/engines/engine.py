@@ -129,6 +129,12 @@ class Engine(Recorded, ABC):
                     fix="push with --replace to remove them first, or name another --table",
                     where=self.location,
                 )
+            if state is not None and (model := state.get("migrates")):
+                raise DualencError(
+                    f"its model is being changed to {model}",
+                    fix="end that first: dualenc migrate FOLDER --finish, or --rollback --discard",
+                    where=self.location,
+                )
             # Decided anew in each transaction: another push may have swapped in the meantime.
             self.filled = self.name if self._is_own(state) else self.beside
             yield self.state_of(self.filled)
@@ -247,7 +253,10 @@ class Engine(Recorded, ABC):
 
     def _check_opened(self, folder: StrPath) -> None:
         problem = f"is gone, or holds other embeddings than {folder} says"
-        state = self.check_state(self.stored_state(), problem, AGAIN)
+        stored = self.stored_state()
+        is_migrated = stored is not None and "migrates" in stored
+        again = "run the same `dualenc migrate` again" if is_migrated else AGAIN
+        state = self.check_state(stored, problem, again)
         kind = self.provenance.index
         if state.get("index") != kind:
             raise DualencError(
@@ -366,6 +375,18 @@ class Engine(Recorded, ABC):
 
     # Reading what is stored, to train or evaluate with it.
 
+    def hold_snapshot(self) -> None:
+        """Read from now on what is stored at this moment, if the engine supports that."""
+        return
+
+    def checksum(self) -> str:
+        """Return a checksum of the stored vectors with their ids."""
+        return self.items_checksum
+
+    def count_missing(self) -> int:
+        """Return the number of rows that have a text and no vector."""
+        return 0
+
     @abstractmethod
     def texts_by_id(self) -> dict[str, str]:
         """Return the snippet of each stored item, or ""."""
@@ -392,6 +413,16 @@ class Engine(Recorded, ABC):
     @abstractmethod
     def vectors_by_id(self, ids: Sequence[str]) -> Mapping[str, Any]:
         """Return the vector (D,) of each of the ids that is stored."""
+
+    # Checking what killed commands have left.
+
+    def leftovers(self) -> list[str]:
+        """Return the names of what unfinished pushes of other embeddings have filled."""
+        return []
+
+    def migration(self) -> tuple[bool, str]:
+        """Return whether a change of the model stopped halfway, and how far it has come."""
+        return False, "none is under way"
 
     @abstractmethod
     def close(self) -> None:

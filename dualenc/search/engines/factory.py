@@ -143,7 +143,8 @@ def open_engine(folder: str | os.PathLike[str]) -> Engine:
     Raises:
         DualencError: the folder is not one, or the engine cannot be reached or holds other vectors.
     """
-    return _engine_class(read_pushed(folder).target).open(folder)
+    recorded = read_pushed(folder)
+    return _engine_class(recorded.target, is_foreign=bool(recorded.names)).open(folder)
 
 
 def is_postgres(target: str) -> bool:
@@ -151,11 +152,15 @@ def is_postgres(target: str) -> bool:
     return isinstance(target, str) and bool(_POSTGRES.match(target))
 
 
-def _engine_class(target: str) -> Any:
+def _engine_class(target: str, *, is_foreign: bool = False) -> Any:
     """Import the class of an engine, whose client is an optional dependency."""
-    name = "postgres" if is_postgres(target) else "qdrant"
+    name, engine, extra = "postgres", "PostgresIndex", "postgres"
+    if is_foreign:
+        name, engine = "postgres_foreign", "ForeignTable"
+    elif not is_postgres(target):
+        name, engine, extra = "qdrant", "QdrantIndex", "qdrant"
     try:
         module = importlib.import_module(f"dualenc.search.engines.{name}")
     except ImportError as error:
-        raise DualencError(str(error), fix=f"pip install 'dualenc[{name}]'") from None
-    return module.PostgresIndex if is_postgres(target) else module.QdrantIndex
+        raise DualencError(str(error), fix=f"pip install 'dualenc[{extra}]'") from None
+    return getattr(module, engine)

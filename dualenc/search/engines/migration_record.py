@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from dualenc.errors import DualencError
 
 FILLING, SWITCHED, FINISHED = STATES = ("filling", "switched", "finished")
+UNKNOWN = "the old model"
+"""What is recorded of a model that nobody has named."""
 
 
 class Migration(NamedTuple):
@@ -26,6 +28,15 @@ class Migration(NamedTuple):
     checksum: str
     state: str
     notes: dict[str, Any]
+
+
+Whole = Callable[[str, str | None], str | None]
+"""Returns the whole text of a row by its id and its stored text."""
+
+
+def as_stored(_: str, stored: str | None) -> str | None:
+    """Return a stored text, which is whole."""
+    return stored
 
 
 class SampledRow(NamedTuple):

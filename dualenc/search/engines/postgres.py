@@ -11,22 +11,26 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import psycopg
 import pyarrow as pa
 from psycopg.sql import SQL, Composable, Composed, Identifier
 
+from dualenc.data.store.identity import digest_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError, first_line
 from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import check_fields
 from dualenc.io.terminal import printable
 from dualenc.search.engines.engine import RESUME, Engine, IndexKind, Rows, Settings, State
+from dualenc.search.engines.migration_record import FINISHED, SWITCHED
 from dualenc.search.engines.postgres_connection import PostgresConnection, compose
 from dualenc.search.engines.postgres_filters import in_parentheses, where_clause
 from dualenc.search.engines.postgres_indexes import REBUILT_SHARE, replace_indexes, vector_indexes
+from dualenc.search.engines.postgres_locks import is_migrating
+from dualenc.search.engines.postgres_migrations import read_migrations, remove_migrations
 from dualenc.search.engines.postgres_names import check_name, parse_name, written_name
 from dualenc.search.engines.postgres_rows import copy_rows
 from dualenc.search.engines.postgres_settings import (
@@ -36,9 +40,13 @@ from dualenc.search.engines.postgres_settings import (
     ladder,
     set_settings,
 )
-from dualenc.search.engines.postgres_swap import check_droppable, drop_abandoned, replace_table
+from dualenc.search.engines.postgres_swap import (
+    abandoned_tables,
+    check_droppable,
+    drop_abandoned,
+    replace_table,
+)
 from dualenc.search.engines.postgres_table import (
-    COMMENT,
     PostgresTable,
     find_schema,
     parse_comment,
@@ -47,7 +55,7 @@ from dualenc.search.engines.postgres_url import connection_of, without_secrets
 from dualenc.search.engines.postgres_vectors import MAX_DIM, VALUE_TYPES, VectorColumn
 from dualenc.search.engines.postgres_version import UPDATE, hnsw_problem
 from dualenc.search.engines.pushed_folder import AGAIN, ENTRIES, read_pushed
-from dualenc.search.where import Condition
+from dualenc.search.where import Condition, Kind
 from dualenc.types import StrPath
 
 logger = logging.getLogger("dualenc.search")
@@ -81,12 +89,24 @@ class PostgresIndex(Engine):
         self.location = f"{provenance.target} {written_name(schema, self.name)!r}"
         for name in filter(None, (schema, self.name)):
             check_name(name)
+        self.database = PostgresConnection(target or provenance.target, self.location)
+        self._describe(self.provenance)
+        with self.database.one_line_errors():
+            schema = schema or find_schema(self.database, self.name)
+        self.table = PostgresTable(self.database, schema, self.name)
+
+    def _describe(self, provenance: Provenance) -> None:
+        """Take over what is recorded of the columns and the index."""
+        self.provenance = provenance
+        self.dim = provenance.dim
+        self.items_checksum = provenance.fingerprint
+        self.column_kinds = cast("dict[str, Kind]", provenance.columns)
+        self.has_snippets = provenance.has_snippets
         self.index: IndexKind = provenance.index or "none"
         self.setting_of_option = OPTIONS.get(self.index, {})
         self.stored_kinds = self.column_kinds
         if self.has_snippets:
             self.stored_kinds = {"text": "text", **self.column_kinds}
-        self.database = PostgresConnection(target or provenance.target, self.location)
         self.vector_column = VectorColumn(
             self.database,
             name="embedding",
@@ -95,9 +115,10 @@ class PostgresIndex(Engine):
             metric=provenance.metric,
             is_indexed=self.index != "none",
         )
-        with self.database.one_line_errors():
-            schema = schema or find_schema(self.database, self.name)
-        self.table = PostgresTable(self.database, schema, self.name)
+        self.id = compose("{}", "id")
+        self.id_type = "text"
+        self.text = compose("{}", "text")
+        self.shown_text = self.text
 
     @property
     def filled_table(self) -> PostgresTable:
@@ -133,23 +154,23 @@ class PostgresIndex(Engine):
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         with self.database.one_line_errors(RESUME), self.database.connection.transaction():
-            # The lock belongs to the transaction: behind a pooler, a session's would outlive its
-            # client. Waiting for it, and building an index, may exceed a statement timeout.
-            lock = """
-                SELECT pg_advisory_xact_lock(hashtextextended(%s, 0)),
-                set_config('statement_timeout', '0', true)
-            """
-            self.database.run(lock, values=[f"{COMMENT}{self.name}"])
+            # Waiting for the lock, and building an index, may exceed a statement timeout.
+            self.database.run("SELECT set_config('statement_timeout', '0', true)")
+            self.table.lock_pushes()
             yield
 
     def state_of(self, name: str) -> State | None:
         """Return the comment of a table, `fingerprint` and kind of `index`; None if missing."""
         with self.database.one_line_errors():
-            query = self.table._replace(name=name).comment_query()
+            query = self._state_query(self.table._replace(name=name))
             return self._fetch_state(self.database.connection.execute(query))
 
+    def _state_query(self, table: PostgresTable) -> Composed:
+        """Return the query for the state of a table, which finds no row if it is missing."""
+        return table.comment_query()
+
     def _fetch_state(self, cursor: psycopg.Cursor[Any]) -> State | None:
-        """Return the state that `PostgresTable.comment_query` has found."""
+        """Return the state that the query has found."""
         row = cursor.fetchone()
         if row is None:
             return None
@@ -167,17 +188,20 @@ class PostgresIndex(Engine):
         if not version:
             self.database.run("CREATE EXTENSION vector")
             version = self.database.load_extension()
+        self._check_version(version)
+        if self.filled == self.name:
+            # Of a table of this name that somebody has dropped.
+            remove_migrations(self.table)
+        self.filled_table.create(self.vector_column, self.stored_kinds)
+        self._write_state({"rows": 0, "index": None, "for": self.name})
+
+    def _check_version(self, version: str) -> None:
+        """Raise for a pgvector that is too old; warn of one that may corrupt the index."""
         # Iterative scans, without which filters leave too few results, came with 0.8.
         if tuple(map(int, version.split(".")[:2])) < (0, 8):
             raise DualencError(
                 f"has pgvector {version}, and 0.8 is needed", fix="update it", where=self.location
             )
-        self._warn_of_version(version)
-        self.filled_table.create(self.vector_column, self.stored_kinds)
-        self._write_state({"rows": 0, "index": None, "for": self.name})
-
-    def _warn_of_version(self, version: str) -> None:
-        """Log a warning if the installed pgvector may corrupt the index."""
         problem = hnsw_problem(version)
         if problem and self.index == "hnsw":
             logger.warning("%s: %s; %s", self.location, problem, UPDATE)
@@ -236,11 +260,67 @@ class PostgresIndex(Engine):
 
     def swap(self) -> None:
         replace_table(self.table, self.filled_table)
+        remove_migrations(self.table)
 
     def _check_opened(self, folder: StrPath) -> None:
         super()._check_opened(folder)
         with self.database.one_line_errors():
-            self._warn_of_version(self.database.load_extension())
+            self._check_version(self.database.load_extension())
+            if self.provenance.live:
+                self.count_vectors()
+
+    def count_vectors(self) -> None:
+        """Record how many rows have a vector now."""
+        [(count,)] = self.table.run("SELECT count({1}) FROM {0}", self.vector_column.name)
+        self.record(count=int(count))
+
+    def hold_snapshot(self) -> None:
+        # Whatever is read until the connection is closed is as of now, also while clients write.
+        with self.database.one_line_errors():
+            self.database.run("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+
+    def checksum(self) -> str:
+        if not self.provenance.live:
+            return super().checksum()
+        # Summed, so that the order of the rows does not matter.
+        query = """
+            SELECT count(*), sum(('x' || left(md5({}::text || md5({}({}))), 15))::bit(60)::bigint)
+            FROM {}
+        """
+        column = self.vector_column
+        send = Identifier(self.database.extension, f"{column.stored}_send")
+        statement = compose(query, self.id, send, column.name, self.table.sql)
+        [[row]] = self._read(statement, [None], None)
+        return digest_of(self.items_checksum, *map(str, row))
+
+    def count_missing(self) -> int:
+        query = """
+            SELECT count(*) FROM {} WHERE {} IS NULL AND btrim({}, E' \\t\\r\\n') <> ''
+        """
+        if not self.has_snippets:
+            return 0
+        statement = compose(query, self.table.sql, self.vector_column.name, self.text)
+        [[(count,)]] = self._read(statement, [None], None)
+        return int(count)
+
+    def leftovers(self) -> list[str]:
+        with self.database.one_line_errors():
+            return abandoned_tables(self.table)
+
+    def migration(self) -> tuple[bool, str]:
+        with self.database.one_line_errors():
+            record = read_migrations(self.table, is_reader=True).get(self.vector_column.name)
+            if record is None or record.state == FINISHED:
+                return super().migration()
+            if record.state == SWITCHED:
+                rest = "the old vectors stay until --finish, and come back by --rollback"
+                return False, f"{record.new_model} has replaced {record.notes['old_model']}; {rest}"
+            if is_migrating(self.table):
+                return False, "`dualenc migrate` is running"
+        # The names of indexes are recorded by the switch.
+        if "indexes" in record.notes:
+            return False, f"one to {record.new_model} was rolled back; its vectors are kept"
+        return True, f"half migrated to {record.new_model}; the same `dualenc migrate` resumes"
 
     def _identity(self, recorded: Provenance) -> list[Any]:
         reached = recorded.updated(target=connection_of(recorded.target))
@@ -288,7 +368,8 @@ class PostgresIndex(Engine):
     ) -> Rows:
         clause, values = condition
         names = ["id", *self.stored_kinds]
-        columns = SQL(", ").join(map(Identifier, names))
+        shown = {"id": compose("{}::text", self.id), "text": self.shown_text}
+        columns = SQL(", ").join(shown.get(name, Identifier(name)) for name in names)
         query = "SELECT {0}, {1} FROM {2} WHERE {3} ORDER BY {0} LIMIT %(k)s"
         statement = compose(query, self.vector_column.distance, columns, self.table.sql, clause)
         parameters = [{**values, "query": str(vector.tolist()), "k": k} for vector in vectors]
@@ -327,7 +408,7 @@ class PostgresIndex(Engine):
             "SET TRANSACTION READ ONLY; {}; LOCK TABLE {} IN ACCESS SHARE MODE; {}",
             set_settings(self.index, settings),
             self.table.sql,
-            self.table.comment_query(),
+            self._state_query(self.table),
         )
         try:
             cursor = self.database.connection.execute(session)
@@ -342,8 +423,10 @@ class PostgresIndex(Engine):
         return ladder(self.index, dict(self.provenance.settings))
 
     def texts_by_id(self) -> dict[str, str]:
-        text = SQL("text" if self.has_snippets else "NULL")
-        statement = compose("SELECT id, {} FROM {}", text, self.table.sql)
+        # Rows that others have added may lack a vector, and cannot be searched.
+        query = "SELECT {}::text, {} FROM {} WHERE {} IS NOT NULL"
+        text = self.text if self.has_snippets else SQL("NULL")
+        statement = compose(query, self.id, text, self.table.sql, self.vector_column.name)
         connection = self.database.connection
         with self.database.one_line_errors(), connection.transaction():
             self._begin(None)
@@ -353,8 +436,9 @@ class PostgresIndex(Engine):
                 return {name: text or "" for name, text in cursor.execute(statement)}
 
     def vectors_by_id(self, ids: Sequence[str]) -> Mapping[str, Any]:
-        query = "SELECT id, embedding FROM {} WHERE id = ANY(%s)"
-        [rows] = self._read(compose(query, self.table.sql), [[list(ids)]], {})
+        query = "SELECT {0}::text, {1} FROM {2} WHERE {0} = ANY(%s::text[]::{3}[])"
+        names = (self.id, self.vector_column.name, self.table.sql, SQL(self.id_type))
+        [rows] = self._read(compose(query, *names), [[list(ids)]], {})
         # Rows that others added may lack a vector.
         return {name: self.vector_column.decode(stored) for name, stored in rows if stored}
 

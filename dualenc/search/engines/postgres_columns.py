@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dualenc.errors import DualencError, nearest
+from dualenc.search.engines.column_names import TableColumnNames
 from dualenc.search.engines.postgres_names import check_name
 from dualenc.search.engines.postgres_table import PostgresTable, parse_comment
 from dualenc.search.where import Kind
@@ -45,15 +46,15 @@ class Column(NamedTuple):
 
 
 class TableColumns(NamedTuple):
-    """The columns of a table that a migration reads.
+    """The columns of a table.
 
-        columns = find_columns(table, vector="embedding")
+        columns = find_columns(table, TableColumnNames(vector="embedding"), own=[])
         print(columns.text.name)
 
     Attributes:
         id: unique and never NULL.
         text: the texts.
-        vector: vectors of the old model, `vector(n)` or `halfvec(n)`.
+        vector: vectors, of type `vector` or `halfvec`.
         kinds: kinds of the columns that conditions may name.
     """
 
@@ -82,16 +83,16 @@ def read_columns(table: PostgresTable) -> list[Column]:
 
 
 def find_columns(
-    table: PostgresTable, id: str | None, text: str | None, vector: str | None, own: Sequence[str]
+    table: PostgresTable, names: TableColumnNames, own: Sequence[str], *, needs_text: bool = True
 ) -> TableColumns:
     """Find the columns of ids, texts and vectors.
 
     Args:
         table: any table.
-        id: name of the column with ids; None takes the primary key, or the only unique column.
-        text: name of the column with texts; None takes the only one of its type.
-        vector: name of the column with vectors; None takes the only one of its type.
+        names: names of the columns. Without a name the id is the primary key, or the only unique
+            column, and the others are the only ones of their types.
         own: columns that an earlier migration has added.
+        needs_text: whether a table without texts is refused; else its ids stand for them.
 
     Raises:
         DualencError: a column is missing, of another type, or one of several that would fit.
@@ -100,12 +101,14 @@ def find_columns(
     vectors = [c for c in columns if c.type in VECTOR_TYPES]
     ids = [c for c in columns if c.is_unique and c.is_required and c.type in ID_TYPES]
     keys = [c for c in ids if c.is_key]
-    found_id = _choose(table, "--id", id, ids, columns, preferred=keys)
-    texts = [c for c in columns if c.type in TEXT_TYPES and (text or c != found_id)]
+    found_id = _choose(table, "--id", names.id, ids, columns, preferred=keys)
+    texts = [c for c in columns if c.type in TEXT_TYPES and (names.text or c != found_id)]
+    if not texts and not needs_text and names.text in (None, found_id.name):
+        texts = [found_id]
     found = TableColumns(
         found_id,
-        _choose(table, "--text", text, texts, columns),
-        _choose(table, "--vector", vector, vectors, columns),
+        _choose(table, "--text", names.text, texts, columns),
+        _choose(table, "--vector", names.vector, vectors, columns),
         {c.name: KINDS[c.type] for c in columns if c.type in KINDS},
     )
     for column in found[:3]:
@@ -151,12 +154,16 @@ def _choose(
     )
 
 
-def check_table(table: PostgresTable) -> None:
+def check_table(table: PostgresTable, *, is_pushed: bool) -> None:
     """Raise unless the user can add columns to a table and sees all its rows.
 
+    Args:
+        table: any table.
+        is_pushed: whether it must have been pushed by dualenc; other tables must not.
+
     Raises:
-        DualencError: it is not a plain table, is filtered by row security, belongs to another role,
-            or was pushed by dualenc.
+        DualencError: it is not a plain table, is filtered by row security, or belongs to another
+            role.
     """
     query = """
         SELECT relkind, row_security_active(oid), pg_has_role(relowner, 'USAGE'),
@@ -178,10 +185,14 @@ def check_table(table: PostgresTable) -> None:
             is_filtered,
             "connect as a role that bypasses it",
         ),
-        # Its texts are cut, and its folder records the embeddings.
+        # Its texts are cut, and its folder records the model.
         "was filled by `dualenc push`": (
-            parse_comment(comment) is not None,
-            "embed with the new model, and push with --replace: readers find the old or the new",
+            parse_comment(comment) is not None and not is_pushed,
+            "name the folder that it wrote: dualenc migrate FOLDER NEW_MODEL",
+        ),
+        "was not filled by `dualenc push`": (
+            parse_comment(comment) is None and is_pushed,
+            "name the database and --table",
         ),
     }
     for problem, (is_true, remedy) in problems.items():

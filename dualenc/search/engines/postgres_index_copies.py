@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from psycopg.sql import SQL, Composed, Identifier, Literal
@@ -14,7 +15,7 @@ from dualenc.search.engines.postgres_names import MAX_NAME_BYTES
 from dualenc.search.engines.postgres_table import PostgresTable
 from dualenc.search.engines.postgres_vectors import MAX_DIM
 
-_OPERATORS = re.compile(r"(?:vector|halfvec)_(\w+)_ops")
+_OPERATORS = re.compile(r"(vector|halfvec)_(\w+)_ops")
 _CAST = re.compile(r'\(?\(?("(?:[^"]|"")+"|\w+)\)?::(?:[^()]+\.)?halfvec\(\d+\)\)?')
 _OPTION = re.compile(r"(\w+)=(\w+)")
 
@@ -28,6 +29,7 @@ class VectorIndex(NamedTuple):
         distance: distance of its operator class, such as "cosine".
         options: parameters, such as ("m", "16").
         predicate: condition of a partial index as PostgreSQL writes it; "" for all rows.
+        compared: type in which it compares, "vector" or "halfvec".
     """
 
     name: str
@@ -35,6 +37,7 @@ class VectorIndex(NamedTuple):
     distance: str
     options: tuple[tuple[str, str], ...]
     predicate: str
+    compared: str
 
 
 def indexes_of(table: PostgresTable, column: Column) -> list[VectorIndex]:
@@ -43,6 +46,27 @@ def indexes_of(table: PostgresTable, column: Column) -> list[VectorIndex]:
     Raises:
         DualencError: an index of the column cannot be built for another one.
     """
+    found = []
+    for name, index in _read_indexes(table, column):
+        if index is None:
+            raise DualencError(
+                f"index {name!r} of the vectors cannot be built for others",
+                fix="only hnsw and ivfflat indexes of the column, or of its cast to halfvec, can; "
+                "drop it, and create it again after the migration",
+                where=table.database.location,
+            )
+        found.append(index)
+    return found
+
+
+def indexes_of_all_rows(table: PostgresTable, column: Column) -> list[VectorIndex]:
+    """Return the valid vector indexes of a column, or its cast, that hold all rows."""
+    found = (index for _, index in _read_indexes(table, column))
+    return [index for index in found if index is not None and not index.predicate]
+
+
+def _read_indexes(table: PostgresTable, column: Column) -> Iterator[tuple[str, VectorIndex | None]]:
+    """Yield the valid indexes of a column by name; None for other kinds of indexes."""
     query = """
         SELECT c.relname, amname, opcname, coalesce(c.reloptions, '{}'),
         coalesce(pg_get_expr(indpred, indrelid), ''), pg_get_indexdef(indexrelid, 1, true),
@@ -56,29 +80,22 @@ def indexes_of(table: PostgresTable, column: Column) -> list[VectorIndex]:
         ) ORDER BY indexrelid
     """
     values = {"table": table.quoted, "number": column.number}
-    found = []
     # The braces of an empty array are not parts of a statement.
     for row in table.database.connection.execute(query, values):
         name, kind, operators, options, predicate, expression, is_plain, width = row
-        distance = _OPERATORS.fullmatch(operators)
-        is_copied = (
+        compares = _OPERATORS.fullmatch(operators)
+        is_known = (
             kind in ("hnsw", "ivfflat")
             and width == 1
-            and distance is not None
             and (is_plain or _CAST.fullmatch(expression) is not None)
             and column.name not in predicate
             and all(map(_OPTION.fullmatch, options))
         )
-        if distance is None or not is_copied:
-            raise DualencError(
-                f"index {name!r} of the vectors cannot be built for others",
-                fix="only hnsw and ivfflat indexes of the column, or of its cast to halfvec, can; "
-                "drop it, and create it again after the migration",
-                where=table.database.location,
-            )
+        if compares is None or not is_known:
+            yield name, None
+            continue
         pairs = tuple(tuple(option.split("=", 1)) for option in options)
-        found.append(VectorIndex(name, kind, distance[1], pairs, predicate))
-    return found
+        yield name, VectorIndex(name, kind, compares[2], pairs, predicate, compares[1])
 
 
 def check_dim(table: PostgresTable, kind: str, dim: int, indexes: list[VectorIndex]) -> None:

@@ -39,8 +39,7 @@ def only_migration(table: PostgresTable) -> Iterator[None]:
         'transaction_timeout', 'idle_in_transaction_session_timeout')
     """
     database.run(query)
-    name = f"dualenc migrate {table.quoted}".encode()
-    key = int.from_bytes(hashlib.sha256(name).digest()[:8], signed=True)
+    key = _key(table)
     deadline = time.monotonic() + LOCK_SECONDS
     while database.run("SELECT pg_try_advisory_lock(%s)", values=[key]).fetchone() != (True,):
         if time.monotonic() > deadline:
@@ -56,6 +55,22 @@ def only_migration(table: PostgresTable) -> Iterator[None]:
         # The lock of a lost connection is gone.
         with suppress(psycopg.Error):
             database.run("SELECT pg_advisory_unlock(%s)", values=[key])
+
+
+def _key(table: PostgresTable) -> int:
+    name = f"dualenc migrate {table.quoted}".encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], signed=True)
+
+
+def is_migrating(table: PostgresTable) -> bool:
+    """Return True if a session holds the lock of a table's migration."""
+    # `pg_locks` shows the two halves of the key.
+    query = """
+        SELECT FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
+        AND (classid::bigint << 32) | objid::bigint = %s
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    """
+    return table.database.run(query, values=[_key(table)]).fetchone() is not None
 
 
 def exclusively(table: PostgresTable, change: Callable[[], Value]) -> Value:
@@ -78,6 +93,8 @@ def exclusively(table: PostgresTable, change: Callable[[], Value]) -> Value:
         try:
             with connection.transaction():
                 table.database.run("SELECT set_config('lock_timeout', %s, true)", values=[WAIT])
+                # Before the table, in the order of a push, and like the table's own lock.
+                table.lock_pushes()
                 # Taken at once and not raised later, which could end in a deadlock with a client.
                 table.run("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE")
                 return change()

@@ -152,7 +152,15 @@ class TableMigration:
         self.table.run(add, self.new, self.vector_type)
         self.table.run(add, self.checksum, SQL("text"))
         self._copy_grants()
+        self._write_state(migrates=record.new_model)
         write_migration(self.table, self.columns.vector.name, record)
+
+    def _write_state(self, **changes: str | None) -> None:
+        """Change entries of the state of a pushed table, None removes them; others have none."""
+        state = self.table.read_state()
+        if state is not None:
+            changed = {**state, **changes}
+            self.table.write_state({name: v for name, v in changed.items() if v is not None})
 
     def _copy_grants(self) -> None:
         """Grant to the new column what was granted on the old column alone."""
@@ -169,7 +177,12 @@ class TableMigration:
             self.table.run(grant, SQL(privilege), Identifier(self.new), SQL(role), option)
 
     def pending(
-        self, limit: int, after: str | None = None, ids: Sequence[str] | None = None
+        self,
+        limit: int,
+        after: str | None = None,
+        ids: Sequence[str] | None = None,
+        *,
+        is_switched: bool = False,
     ) -> list[PendingRow]:
         """Return pending rows in the order of their ids.
 
@@ -177,6 +190,7 @@ class TableMigration:
             limit: maximum number of rows.
             after: only rows with higher ids.
             ids: only rows with these ids.
+            is_switched: return rows with a text and without a vector in the searched column.
         """
         query = """
             SELECT {id}::text, {text}, {checksum} FROM {table} WHERE {pending} AND {where}
@@ -188,7 +202,14 @@ class TableMigration:
         elif after is not None:
             range_ = compose("{} > %(after)s::{}", self._id, self._id_type())
         values = {**self.values, "limit": limit, "after": after, "ids": ids}
-        return [PendingRow(*row) for row in self._run(query, values, range=range_)]
+        parts = {"pending": self._is_missing} if is_switched else {}
+        return [PendingRow(*row) for row in self._run(query, values, range=range_, **parts)]
+
+    @property
+    def _is_missing(self) -> Composed:
+        return compose(
+            "{} IS NULL AND {} IS NOT NULL", self.columns.vector.name, self.columns.text.name
+        )
 
     @property
     def _id(self) -> str:
@@ -196,7 +217,13 @@ class TableMigration:
 
     def _run(self, query: str, values: Any = None, **parts: Composable) -> list[Any]:
         """Execute a query that names its parts, and return its rows."""
-        known: dict[str, Composable] = {
+        statement = SQL(query).format(**{**self._names(), **parts})
+        cursor = self.table.database.connection.execute(statement, values)
+        return cursor.fetchall() if cursor.description else []
+
+    def _names(self) -> dict[str, Composable]:
+        """Return the parts of every query."""
+        return {
             "id": Identifier(self._id),
             "text": Identifier(self.columns.text.name),
             "checksum": self._text_checksum,
@@ -207,9 +234,6 @@ class TableMigration:
             "pending": self._is_pending,
             "where": self.condition,
         }
-        statement = SQL(query).format(**{**known, **parts})
-        cursor = self.table.database.connection.execute(statement, values)
-        return cursor.fetchall() if cursor.description else []
 
     def count_pending(self) -> int:
         """Return the number of pending rows."""
@@ -217,7 +241,9 @@ class TableMigration:
         [(count,)] = self._run(query, self.values)
         return int(count)
 
-    def store(self, rows: Sequence[PendingRow], vectors: Vectors) -> int:
+    def store(
+        self, rows: Sequence[PendingRow], vectors: Vectors, *, is_switched: bool = False
+    ) -> int:
         """Store the vectors of rows whose texts have not changed since they were read.
 
         Rows that another transaction has locked stay pending.
@@ -225,6 +251,7 @@ class TableMigration:
         Args:
             rows: n rows that `pending` returned.
             vectors: (n,) their vectors.
+            is_switched: fill the searched column, of rows that have no vector there.
 
         Returns:
             The number of rows stored.
@@ -239,12 +266,19 @@ class TableMigration:
                 SELECT * FROM unnest(%(ids)s::text[], %(vectors)s::text[], %(checksums)s::text[])
                 AS g(id, vector, checksum)
             ), stored AS (
-                UPDATE {table} SET {new} = given.vector::{vector_type}, {stored} = given.checksum
-                FROM given WHERE {table}.{id} = given.id::{type}
+                UPDATE {table} SET {set} FROM given WHERE {table}.{id} = given.id::{type}
                 AND coalesce(md5({table}.{text}), '') = given.checksum RETURNING 1
             ) SELECT count(*) FROM stored
         """
-        parts = {"type": self._id_type(), "vector_type": self.vector_type}
+        set_ = "{new} = given.vector::{vector_type}, {stored} = given.checksum"
+        if is_switched:
+            # What a client has stored meanwhile is its own.
+            set_ = "{vector} = coalesce({table}.{vector}, given.vector::{vector_type})"
+        parts: dict[str, Composable] = {
+            "type": self._id_type(),
+            "vector_type": self.vector_type,
+        }
+        parts["set"] = SQL(set_).format(**self._names(), vector_type=self.vector_type)
         with self.table.database.connection.transaction():
             locked = self._run(lock, {"ids": [row.id for row in rows]}, **parts)
             own = {id for (id,) in locked}
@@ -302,6 +336,7 @@ class TableMigration:
             self.table.run("ALTER TABLE {} ALTER {} DROP NOT NULL", self.old)
             notes = {**record.notes, "indexes": names}
             self._record(record._replace(state=SWITCHED, model=record.new_model, notes=notes))
+            self._write_state(fingerprint=record.notes.get("new_fingerprint"))
             return True
 
         return exclusively(self.table, change)
@@ -343,6 +378,7 @@ class TableMigration:
             missing = self.count_missing(self.columns.vector.name)
             old_model = str(record.notes.get("old_model"))
             self._record(record._replace(state=FILLING, model=old_model))
+            self._write_state(fingerprint=record.notes.get("old_fingerprint"))
             return missing
 
         missing = exclusively(self.table, change)
@@ -389,6 +425,7 @@ class TableMigration:
             for name in (self.new, self.checksum):
                 self.table.run("ALTER TABLE {} DROP COLUMN IF EXISTS {}", name)
             remove_migration(self.table, self.columns.vector.name)
+            self._write_state(migrates=None)
 
         exclusively(self.table, change)
 
@@ -403,6 +440,7 @@ class TableMigration:
             for name in (self.old, self.checksum):
                 self.table.run("ALTER TABLE {} DROP COLUMN IF EXISTS {}", name)
             self._record(record._replace(state=FINISHED))
+            self._write_state(migrates=None)
 
         is_kept = not record.notes.get("is_required") or self._require_vectors()
         exclusively(self.table, change)

@@ -39,27 +39,51 @@ def create_records(table: PostgresTable) -> None:
     records.run("COMMENT ON TABLE {} IS {}", Literal(COMMENT))
 
 
-def _exists(records: PostgresTable) -> bool:
-    """Return True if the table of records exists; raise if somebody else made it."""
+def _is_own(records: PostgresTable) -> bool | None:
+    """Return True if dualenc has made the table of records; None if there is none."""
+    # A table of another role could run its triggers as this user.
     query = """
         SELECT relkind = 'r' AND pg_has_role(relowner, 'USAGE')
         AND obj_description(oid, 'pg_class') = %s FROM pg_class WHERE oid = to_regclass(%s)
     """
     row = records.database.run(query, values=[COMMENT, records.quoted]).fetchone()
-    # A table of another role could run its triggers as this user.
-    if row is not None and not row[0]:
+    return None if row is None else bool(row[0])
+
+
+def _is_of_owner(records: PostgresTable, table: PostgresTable) -> bool:
+    """Return True if the owner of a table made the table of records, and the user may read it."""
+    query = """
+        SELECT FROM pg_class r, pg_class t WHERE r.oid = to_regclass(%s)
+        AND t.oid = to_regclass(%s) AND pg_has_role(r.relowner, t.relowner, 'MEMBER')
+        AND r.relkind = 'r' AND obj_description(r.oid, 'pg_class') = %s
+        AND has_table_privilege(r.oid, 'SELECT')
+    """
+    values = [records.quoted, table.quoted, COMMENT]
+    return records.database.run(query, values=values).fetchone() is not None
+
+
+def _exists(records: PostgresTable) -> bool:
+    """Return True if the table of records exists; raise if somebody else made it."""
+    is_own = _is_own(records)
+    if is_own is False:
         raise DualencError(
             f"{NAME} was not made by dualenc, or belongs to another role",
             fix="rename it, or connect as its owner",
             where=records.database.location,
         )
-    return row is not None
+    return bool(is_own)
 
 
-def read_migrations(table: PostgresTable) -> dict[str, Migration]:
-    """Return the recorded migrations of a table by the name of the column of vectors."""
+def read_migrations(table: PostgresTable, *, is_reader: bool = False) -> dict[str, Migration]:
+    """Return the recorded migrations of a table by the name of the column of vectors.
+
+    Args:
+        table: the table.
+        is_reader: whether the user only reads, and need not own the records. Those that the user
+            may not read, or of a role that does not own the table, do not count.
+    """
     records = records_of(table)
-    if not _exists(records):
+    if not (_is_of_owner(records, table) if is_reader else _exists(records)):
         return {}
     query = """
         SELECT vector_column, model, new_model, new_checksum, state, notes FROM {}
@@ -90,6 +114,14 @@ def write_migration(table: PostgresTable, column: str, migration: Migration) -> 
     """
     values = [table.name, column, *migration[:-1], json.dumps(migration.notes)]
     records_of(table).run(query, values=values)
+
+
+def remove_migrations(table: PostgresTable) -> None:
+    """Remove what is recorded of a table that was dropped, in the caller's transaction."""
+    records = records_of(table)
+    # Records of another role are not of this table, which the user owned.
+    if _is_own(records):
+        records.run("DELETE FROM {} WHERE table_name = %s", values=[table.name])
 
 
 def remove_migration(table: PostgresTable, column: str) -> None:

@@ -7,13 +7,12 @@ from typing import Any
 
 from psycopg.sql import SQL, Composable, Identifier
 
-from dualenc.search.engines.migration_record import SampledRow
+from dualenc.search.engines.migration_record import SampledRow, Whole
 from dualenc.search.engines.postgres_connection import compose
 from dualenc.search.engines.postgres_index_copies import indexes_of
 from dualenc.search.engines.postgres_migration import TableMigration
+from dualenc.search.engines.postgres_vectors import OPERATORS
 from dualenc.types import Vectors
-
-OPERATORS = {"cosine": "<=>", "ip": "<#>", "l2": "<->", "l1": "<+>"}
 
 
 class PostgresSample:
@@ -21,10 +20,12 @@ class PostgresSample:
 
     Args:
         migration: the migration of the table.
+        whole: function that returns whole texts.
     """
 
-    def __init__(self, migration: TableMigration) -> None:
+    def __init__(self, migration: TableMigration, whole: Whole) -> None:
         self.migration = migration
+        self.whole = whole
         indexes = indexes_of(migration.table, migration.columns.vector)
         self.distance = indexes[0].distance if indexes else "cosine"
         self.dim = migration.columns.vector.dim
@@ -64,7 +65,7 @@ class PostgresSample:
         values["ids"] = sorted(set(others) - {row[0] for row in drawn})
         if values["ids"]:
             drawn += self._select(f"{query} AND {{id}}::text = ANY(%(ids)s)", values)
-        return [SampledRow(*row) for row in drawn]
+        return [SampledRow(id, self.whole(id, text) or "", vector) for id, text, vector in drawn]
 
     def nearest(self, vectors: Vectors, count: int) -> list[list[str]]:
         """Return the ids of the nearest rows of vectors (Q, D) of the old model."""

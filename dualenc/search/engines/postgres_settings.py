@@ -20,17 +20,18 @@ def num_lists(count: int) -> int:
     return max(count // 1000, 1) if count <= 1_000_000 else int(count**0.5)
 
 
-def default_settings(kind: IndexKind, count: int) -> Settings:
+def default_settings(kind: IndexKind, count: int, lists: int | None = None) -> Settings:
     """Return the default search settings of an index; scans continue until k rows meet the filter.
 
     Args:
         kind: kind of pgvector's index.
         count: N, the number of rows.
+        lists: number of IVF lists; None takes that of an index that dualenc has built.
     """
     if kind == "hnsw":
         return {"ef_search": 100, **_iterative_scan(step=0)}
     if kind == "ivfflat":
-        lists = num_lists(count)
+        lists = lists or num_lists(count)
         return _probes(max(int(lists**0.5), 1), lists)
     return {}
 
@@ -77,7 +78,9 @@ def set_settings(kind: IndexKind, settings: Settings | None) -> Composable:
     if settings is None:
         # An exact search reads the whole table, which may take longer than any useful timeout.
         return SQL("SET LOCAL statement_timeout = '0'; SET LOCAL enable_indexscan = 'off'")
-    statements: list[Composable] = [SQL("SET LOCAL statement_timeout = '60s'")]
+    # An exact search in the same transaction has changed the second.
+    begin = "SET LOCAL statement_timeout = '60s'; SET LOCAL enable_indexscan TO DEFAULT"
+    statements: list[Composable] = [SQL(begin)]
     for name, value in settings.items():
         parameter = Identifier(kind, name)
         statements.append(compose("SET LOCAL {} = {}", parameter, Literal(value)))

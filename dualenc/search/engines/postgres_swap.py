@@ -54,8 +54,8 @@ def check_droppable(table: PostgresTable) -> None:
         raise psycopg.Rollback(attempt)
 
 
-def drop_abandoned(table: PostgresTable) -> None:
-    """Drop tables that pushes of other embeddings left; one that is still running notices.
+def abandoned_tables(table: PostgresTable) -> list[str]:
+    """Return the names of tables that pushes of other embeddings left, or are filling.
 
     Args:
         table: the table that they would have replaced, by their comments.
@@ -64,9 +64,17 @@ def drop_abandoned(table: PostgresTable) -> None:
         SELECT relname, description FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace
         JOIN pg_description
         ON objoid = c.oid AND objsubid = 0 AND classoid = 'pg_class'::regclass
-        WHERE nspname = %s AND relkind = 'r' AND starts_with(description, %s)
+        WHERE nspname = %s AND relkind = 'r' AND starts_with(description, %s) ORDER BY 1
     """
+    found = []
     for name, comment in table.database.run(query, values=[table.schema, COMMENT]).fetchall():
         state = parse_comment(comment)
         if state is not None and state.get("for") == table.name and name != table.name:
-            table.database.run("DROP TABLE {}", Identifier(table.schema, name))
+            found.append(name)
+    return found
+
+
+def drop_abandoned(table: PostgresTable) -> None:
+    """Drop tables that pushes of other embeddings left; one that is still running notices."""
+    for name in abandoned_tables(table):
+        table.database.run("DROP TABLE {}", Identifier(table.schema, name))

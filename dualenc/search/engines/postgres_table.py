@@ -79,6 +79,18 @@ class PostgresTable(NamedTuple):
         """
         return compose(query, Literal(self.schema), Literal(self.name))
 
+    def read_state(self) -> State | None:
+        """Return the state in the comment; None if the table is missing, or was not pushed."""
+        row = self.database.connection.execute(self.comment_query()).fetchone()
+        return None if row is None else parse_comment(row[0])
+
+    def lock_pushes(self) -> None:
+        """Wait until no push changes the table, and keep others away until the transaction ends."""
+        # The lock belongs to the transaction: behind a pooler, a session's would outlive its
+        # client.
+        lock = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
+        self.database.run(lock, values=[f"{COMMENT}{self.name}"])
+
     def write_state(self, state: State) -> None:
         """Write a state into the comment."""
         # A comment is part of the transaction, of a dump, and of the table when it is renamed.

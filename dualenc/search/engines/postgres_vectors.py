@@ -15,7 +15,7 @@ from dualenc.search.engines.postgres_connection import PostgresConnection, compo
 MAX_DIM = {"vector": 2000, "halfvec": 4000}
 """Largest dimensions that pgvector can index, by type."""
 VALUE_TYPES: dict[str, Any] = {"halfvec": np.dtype(">f2"), "vector": np.dtype(">f4")}
-OPERATORS = {"cosine": "<=>", "ip": "<#>"}
+OPERATORS = {"cosine": "<=>", "ip": "<#>", "l2": "<->", "l1": "<+>"}
 
 
 class VectorColumn(NamedTuple):
@@ -30,8 +30,9 @@ class VectorColumn(NamedTuple):
         name: name of the column.
         stored: type in which vectors are stored, "vector" (float32) or "halfvec" (float16).
         dim: D.
-        metric: "cosine" or "ip".
+        metric: "cosine", "ip", or "l2" for vectors of length one.
         is_indexed: whether searches use an index.
+        indexed_type: type in which an index of others compares; "" for an index of dualenc.
     """
 
     database: PostgresConnection
@@ -40,10 +41,13 @@ class VectorColumn(NamedTuple):
     dim: int
     metric: str
     is_indexed: bool
+    indexed_type: str = ""
 
     @property
     def compared(self) -> str:
         """Type in which vectors are compared and indexed."""
+        if self.indexed_type:
+            return self.indexed_type
         # Vectors too long for pgvector's float32 index are compared in half precision.
         is_cast = self.is_indexed and self.dim > MAX_DIM["vector"]
         return "halfvec" if is_cast else self.stored
@@ -78,6 +82,9 @@ class VectorColumn(NamedTuple):
         # pgvector's <#> is the negative inner product, because index scans only ascend.
         if self.metric == "ip":
             return -distance
+        if self.metric == "l2":
+            # |a - b|² = 2 - 2 a·b for vectors of length one.
+            return 1 - distance**2 / 2
         # The cosine distance of a zero vector is NaN.
         return 0.0 if math.isnan(distance) else 1 - distance
 

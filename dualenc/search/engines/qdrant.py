@@ -103,12 +103,17 @@ class QdrantIndex(Engine):
         for name, kind in self.column_kinds.items():
             self.client.create_payload_index(self.filled, name, PAYLOAD_INDEXES[kind])
 
+    def _recorded_migration(self) -> dict[str, Any]:
+        """Return the record of a migration that has not been finished; {} without one."""
+        if not self.client.collection_exists(self.name):
+            return {}
+        metadata = self.client.get_collection(self.name).config.metadata or {}
+        record: dict[str, Any] = metadata.get(KEY) or {}
+        return record if record.get("state") in (FILLING, SWITCHED) else {}
+
     def _check_no_migration(self) -> None:
         """Raise while a migration needs a second collection, which a push would replace."""
-        if not self.client.collection_exists(self.name):
-            return
-        metadata = self.client.get_collection(self.name).config.metadata or {}
-        if (metadata.get(KEY) or {}).get("state") in (FILLING, SWITCHED):
+        if self._recorded_migration():
             raise DualencError(
                 "a migration is under way",
                 fix="end it first: dualenc migrate FOLDER --finish, or --rollback --discard",
@@ -117,18 +122,39 @@ class QdrantIndex(Engine):
 
     def _delete_abandoned(self) -> None:
         """Delete what pushes of other embeddings left; one that is still running notices."""
-        for collection in self.client.get_collections().collections:
-            name = collection.name
-            if name.startswith(f"{self.name}-") and name != self._collection_of_alias():
-                self._delete_own(name)
+        for name in self.leftovers():
+            self._delete_own(name)
+
+    def leftovers(self) -> list[str]:
+        with self.one_line_errors():
+            names = [each.name for each in self.client.get_collections().collections]
+            beside = [name for name in names if name.startswith(f"{self.name}-")]
+            notes = self._recorded_migration().get("notes") or {}
+            used = {self._collection_of_alias(), notes.get("source"), notes.get("target")}
+            return [name for name in beside if name not in used and self._is_made_for_alias(name)]
+
+    def migration(self) -> tuple[bool, str]:
+        with self.one_line_errors():
+            record = self._recorded_migration()
+        if not record:
+            return super().migration()
+        if record["state"] == SWITCHED:
+            rest = "the old vectors stay until --finish, and come back by --rollback"
+            return False, f"{record['new_model']} has replaced the old model; {rest}"
+        line = f"one to {record['new_model']} is running, was killed, or was rolled back"
+        return False, f"{line}; the same `dualenc migrate` resumes it"
+
+    def _is_made_for_alias(self, name: str) -> bool:
+        """Return True if a collection exists and was made for this alias."""
+        # The beginning of the name is not enough: "items-2" may be another collection.
+        if not self.client.collection_exists(name):
+            return False
+        metadata = self.client.get_collection(name).config.metadata or {}
+        return bool(metadata.get("dualenc_alias") == self.name)
 
     def _delete_own(self, name: str) -> None:
         """Delete a collection if it was made for this alias; leave all others."""
-        # The beginning of the name is not enough: "items-2" may be another collection.
-        if not self.client.collection_exists(name):
-            return
-        metadata = self.client.get_collection(name).config.metadata or {}
-        if metadata.get("dualenc_alias") == self.name:
+        if self._is_made_for_alias(name):
             self.client.delete_collection(name)
 
     def _collection_of_alias(self) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from qdrant_client import models
 
-from dualenc.search.engines.migration_record import FILLING, Migration
+from dualenc.search.engines.migration_record import FILLING, Migration, Whole
 from dualenc.search.engines.qdrant_collection import MARK, QdrantCollection
 from dualenc.search.engines.qdrant_owner import Owner
 
@@ -50,10 +50,6 @@ class PendingPoint(NamedTuple):
     mark: str | None
     payload: dict[str, Any]
     vectors: dict[str, Any]
-
-
-Whole = Callable[[str, str | None], str | None]
-"""Returns the whole text of a point by its name and its stored text."""
 
 
 class PointMigration(ABC):
