@@ -131,9 +131,10 @@ def _print_report(report: MigrationReport) -> None:
     if report.meanwhile == "candidates":
         print_line(_describe_candidates(report))
     elif share > 0:
-        problem = "mapped vectors find significantly less than the old model"
-        if report.has_candidates():
-            problem += ", and candidates not significantly more"
+        problem = (
+            "mapped vectors find significantly less than the old model, and candidates not "
+            "significantly more"
+        )
         if not report.is_judged():
             problem = (
                 "without judgements mapped vectors cannot be compared with the old model "
@@ -141,7 +142,8 @@ def _print_report(report: MigrationReport) -> None:
             )
         print(f"{problem}: the old index stays until {share:.0%} of it is re-embedded")
     if report.is_worse():
-        print("the new model finds significantly less than the old one")
+        other = "the old one" if report.has_old() else "its queries mapped into the old vectors"
+        print(f"the new model finds significantly less than {other}")
     print_line(f"report: {report.page}")
 
 
@@ -153,11 +155,12 @@ def _describe_candidates(report: MigrationReport) -> str:
         # After a resumption the time of the sample, and so of a cold query, is unknown.
         if isinstance(seconds, float):
             took += f", {when} {seconds:.2g} s per query"
+    found = f"({report.candidates_verdict()}{took})"
+    begin = "until all documents are embedded, the new model ranks the candidates of"
+    if not report.has_old():
+        return f"{begin} its own queries, mapped into the old vectors {found}"
     alone = f'dualenc search {report.index} --model {report.old_model} "…"'
-    return (
-        "until all documents are embedded, the new model ranks the candidates of the old one "
-        f"({report.candidates_verdict()}{took}); the old index alone: {alone}"
-    )
+    return f"{begin} the old one {found}; the old index alone: {alone}"
 
 
 def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:

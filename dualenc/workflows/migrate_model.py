@@ -17,7 +17,7 @@ from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
-from dualenc.io.files import locked, write_json
+from dualenc.io.files import locked, remove, write_json
 from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
@@ -28,12 +28,14 @@ from dualenc.search.index.build import new_index
 from dualenc.search.migration import maps, rollback
 from dualenc.search.migration.candidates import NUM_CANDIDATES
 from dualenc.search.migration.migration_folder import (
+    TO_OLD,
     cache_path,
     read_plan,
     remove_work,
     work_folder,
 )
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.migration.stand_in import stand_in
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.workflows.migration_questions import (
@@ -90,9 +92,9 @@ class MigrationReport:
         """Return how the new model compares with the old one on the sample."""
         return measures.verdict(self.systems)
 
-    def has_candidates(self) -> bool:
-        """Return True if candidates were measured, which needs the old model."""
-        return any(row["system"] == measures.CANDIDATES for row in self.systems)
+    def has_old(self) -> bool:
+        """Return True if the old model was measured, False if it is gone."""
+        return measures.has_old(self.systems)
 
     def candidates_verdict(self) -> str:
         """Return how candidates compare with the old and the new model on the sample."""
@@ -336,7 +338,8 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
     measures.check_report(measured, migration.work / "report.json")
     served = measured["served"]
     meanwhile = measured.get("meanwhile", "index")
-    if not measures.is_judged(measured["systems"]):
+    systems = measured["systems"]
+    if measures.has_old(systems) and not measures.is_judged(systems):
         # Without judgements the old index stays, unless the user takes the risk.
         if not anyway:
             meanwhile = "index"
@@ -349,7 +352,7 @@ def _report(index: str, steps: _Steps, anyway: bool) -> MigrationReport:
         model=migration.notes["model"],
         old_model=migration.old.provenance.model or "the old model",
         facts=measured["facts"],
-        systems=measured["systems"],
+        systems=systems,
         served=served,
         meanwhile=meanwhile,
         page=_page(migration.work),
@@ -431,45 +434,53 @@ class _Steps:
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
         old_tower = self._old_tower()
-        # Documents stand in for queries if there are none, or no model to embed them.
+        finding = self._stand_in(old, new) if old_tower is None else old_tower
+        # Documents stand in for queries if there are none.
         past = old
-        if old_tower is not None and self.texts.past is not None:
-            past = self._embed_queries(old_tower, self.texts.past, self.old.dim)
+        if self.texts.past is not None:
+            past = self._embed_queries(finding, self.texts.past, self.old.dim)
         # Documents that queries find often come first, so that quality recovers early.
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        questions = self._questions(old, new, fold, old_tower)
+        questions = self._questions(old, new, fold, finding, old_is_gone=old_tower is None)
         mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
         kind = questions.best_map(new, mapped)
         maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
         places = np.argsort(order)[self.rows]
         sample = measures.Sample(old, new, mapped[kind], places, len(order))
-        # Without the old model nothing finds candidates.
-        scores = questions.all_scores(sample, kind, has_candidates=old_tower is not None)
+        scores = questions.all_scores(sample, kind)
         facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
-        if old_tower is not None:
-            facts |= self._candidate_facts(old_tower, questions)
+        facts |= self._candidate_facts(finding, questions)
         systems = measures.summarize(scores)
         meanwhile = measures.best_meanwhile(scores)
-        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems)
+        # Without the old model the old index cannot answer, so mapped vectors take its place.
+        served = list(SHARES) if old_tower is None else measures.served_shares(systems)
+        served = [1.0] if meanwhile == "candidates" else served
         report = {"facts": facts, "systems": systems, "served": served, "meanwhile": meanwhile}
         # Last: a resumed run takes the report as a sign that all of the above is written.
         write_json(self.migration.work / "report.json", report)
         return report
 
     def _questions(
-        self, old: np.ndarray, new: np.ndarray, fold: np.ndarray, old_tower: Tower | None
+        self,
+        old: np.ndarray,
+        new: np.ndarray,
+        fold: np.ndarray,
+        finding: Tower,
+        *,
+        old_is_gone: bool,
     ) -> Questions:
-        """Return the judged queries, or documents if there are none or no model to embed them."""
-        if old_tower is None or self.texts.judged is None:
-            return document_questions(old, new, fold, self.texts.corpus.take(self.rows))
+        """Return the judged queries, or documents if there are none."""
+        if self.texts.judged is None:
+            sampled = self.texts.corpus.take(self.rows)
+            return document_questions(old, new, fold, sampled, old_is_gone=old_is_gone)
         queries, qrels = self.texts.judged
-        old_queries = self._embed_queries(old_tower, queries, self.old.dim)
+        old_queries = self._embed_queries(finding, queries, self.old.dim)
         new_queries = self._embed_queries(self.encoder.left, queries)
         found = (old_queries, new_queries, self.migration.old, self.rows)
-        return judged_questions(queries, qrels, *found)
+        return judged_questions(queries, qrels, *found, old_is_gone=old_is_gone)
 
     def _facts(
         self, num_documents: int, num_queries: int, truth: str, num_past: int, kind: maps.MapKind
@@ -494,17 +505,23 @@ class _Steps:
             facts["seconds for the others, estimated"] = rest
         return facts
 
-    def _candidate_facts(self, old_tower: Tower, questions: Questions) -> dict[str, Any]:
+    def _candidate_facts(self, finding: Tower, questions: Questions) -> dict[str, Any]:
         """Return where candidates come from, and the time of a query by candidates."""
         index, num_candidates = self.migration.old, min(NUM_CANDIDATES, len(self.migration.old))
         vectors = np.asarray(self.sample.vectors[:num_candidates], np.float32)
-        warm = warm_seconds(questions.texts, old_tower, self.encoder.left, index, vectors)
+        warm = warm_seconds(questions.texts, finding, self.encoder.left, index, vectors)
         facts: dict[str, Any] = {"candidates are": questions.candidates_from}
         # After a resumption the time of the sample is unknown.
         if not self.is_resumed:
             cold = warm + num_candidates * self.seconds / len(self.rows)
             facts["seconds per query by candidates, cold"] = round(cold, 3)
         return facts | {"seconds per query by candidates, warm": round(warm, 4)}
+
+    def _stand_in(self, old: np.ndarray, new: np.ndarray) -> Tower:
+        """Return queries of the new model mapped into the old space, and keep their map."""
+        to_old = maps.fit(new, old)
+        to_old.save(self.migration.work / TO_OLD)
+        return stand_in(self.encoder, to_old, self.migration.old.provenance).left
 
     def _old_tower(self) -> Tower | None:
         """Return the query tower of the old model; None if it is gone or has changed."""
@@ -513,12 +530,16 @@ class _Steps:
         try:
             encoder = load_model(recorded_model(index.provenance, self.migration.folder), device)
             check_encoder(encoder, index.provenance, index.dim, self.migration.folder)
-            return encoder.left
         except DualencError as error:
             logger.info(
-                "documents take the place of queries; the old model is of no use: %s", error
+                "queries of the new model, mapped, find documents in the old vectors; the old "
+                "model is of no use: %s",
+                error,
             )
             return None
+        # An interrupted run may have been without it.
+        remove(self.migration.work / TO_OLD)
+        return encoder.left
 
     def embed_all(self, served: Sequence[float]) -> None:
         """Embed the documents share by share; replace the index at each share in `served`."""

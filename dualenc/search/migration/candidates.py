@@ -1,7 +1,8 @@
 """Search with a new model before its vectors exist: it ranks the candidates of the old model.
 
 The old model finds candidates over its own vectors, and the new model scores them. What it has not
-embedded yet is embedded now and kept for the migration (`VectorCache`), which embeds it no more.
+embedded yet is embedded now and kept for the migration (`VectorCache`), which embeds it no more. If
+the old model is gone, queries of the new one, mapped into the old space, find the candidates.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed.encode import embed, tower_checksum
 from dualenc.search.index.open import Hit, Index
-from dualenc.search.migration.migration_folder import cache_path, new_shards, work_folder
+from dualenc.search.migration.maps import LinearMap
+from dualenc.search.migration.migration_folder import (
+    TO_OLD,
+    cache_path,
+    new_shards,
+    work_folder,
+)
+from dualenc.search.migration.stand_in import stand_in
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.query_vectors import query_vector
 from dualenc.search.texts import TextStore, has_texts
@@ -50,6 +58,9 @@ class CandidateSearch:
         index: the open index of N documents, with the old vectors.
         encoder: the new model.
 
+    Attributes:
+        stand_in: model that finds candidates in place of the old one, which is gone; else None.
+
     Raises:
         DualencError: the model has other weights than that of the plan, or no texts are stored.
     """
@@ -71,6 +82,10 @@ class CandidateSearch:
         self.texts = TextStore(place, index.items_checksum).texts
         cache = VectorCache(cache_path(folder, plan), encoder.right.dim)
         self.vectors = NewVectors(work, index.ids, cache)
+        self.stand_in: DualEncoder | None = None
+        if (work / TO_OLD).is_file():
+            to_old = LinearMap.load(work / TO_OLD)
+            self.stand_in = stand_in(encoder, to_old, index.provenance)
         self._unusable: set[int] = set()
 
     def search(
@@ -85,7 +100,7 @@ class CandidateSearch:
 
         Args:
             text: the query.
-            old_vector: (E,) its vector by the old model.
+            old_vector: (E,) its vector by the old model, or by `stand_in`.
             k: number of results.
             allowed_rows: (N,) bool, the rows that may be returned; None for all.
             settings: `nprobe` and `ef_search` of `Index.search_rows`.

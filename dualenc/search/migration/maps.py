@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from sklearn.linear_model import RidgeCV
 
+from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path
 from dualenc.search.exact_search import exact_search
@@ -50,6 +52,16 @@ class LinearMap:
         mapped = np.asarray(vectors, np.float32) @ self.weight + self.bias
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
         return mapped / np.where(lengths == 0, 1, lengths)
+
+    def tower(self) -> VectorTower:
+        """Return the map as a trainable tower of vectors (B, D)."""
+        input_dim, dim = self.weight.shape
+        tower = VectorTower("linear", input_dim, dim, None)
+        assert isinstance(tower.map, torch.nn.Linear)
+        with torch.no_grad():
+            tower.map.weight.copy_(torch.from_numpy(self.weight.T))
+            tower.map.bias.copy_(torch.from_numpy(self.bias))
+        return tower
 
     def save(self, path: Path) -> None:
         """Write a safetensors file, atomically."""
