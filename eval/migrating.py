@@ -126,7 +126,7 @@ class Change:
         rows = np.random.default_rng(settings.get("seed", 0)).permutation(len(self.ids))
         rows = rows[: settings.get("pairs")]
         if way in (MAPPED, OF_MAPPED):
-            finding = fit(self.new[rows], self.old[rows])(queries)
+            finding = fit(self.new[rows], self.old[rows], settings["map"])(queries)
         if way in (OLD, MAPPED):
             queries, documents = finding, self.old
         elif way in (OF_OLD, OF_MAPPED):
@@ -175,7 +175,8 @@ def run(
     open_model = cache(lambda model, name: open_judged(data, vectors / model, name, True))
     wanted: list[Settings] = []
     ways: list[Settings] = [{"way": way + own} for way in MAPS for own in ("", CENTERED)]
-    ways += [{"way": MAPPED}, *({"way": OF_MAPPED, "candidates": own} for own in DEPTHS)]
+    ways += [{"way": MAPPED, "map": own} for own in ("ridge", "rotation", "rescaled")]
+    ways += [{"way": OF_MAPPED, "map": "rescaled", "candidates": own} for own in DEPTHS]
     for name in tasks:
         size = len(open_model(models[0], name).documents)
         for old, new in ((old, new) for old in models for new in models if old != new):
@@ -205,7 +206,7 @@ def report() -> None:
         settings, outcomes = own[0].settings, [each.outcome for each in own]
         title = "{data}, {old} → {new}".format(**settings)
         whole = {name: value for name, value in settings.items() if name not in ("sample", "seed")}
-        row = {name: settings.get(name) for name in ("way", "candidates", "pairs")}
+        row = {name: settings.get(name) for name in ("way", "map", "candidates", "pairs")}
         row["nDCG@10"] = frame.spread([each["ndcg@10"] for each in outcomes])
         row["of the new"] = round(float(np.mean([each["of the new"] for each in outcomes])), 3)
         for end in ("old", "new"):

@@ -519,7 +519,7 @@ class _Steps:
 
     def _stand_in(self, old: np.ndarray, new: np.ndarray) -> Tower:
         """Return queries of the new model mapped into the old space, and keep their map."""
-        to_old = maps.fit(new, old)
+        to_old = maps.fit(new, old, "rescaled")
         to_old.save(self.migration.work / TO_OLD)
         return stand_in(self.encoder, to_old, self.migration.old.provenance).left
 

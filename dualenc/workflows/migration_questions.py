@@ -144,7 +144,9 @@ def document_questions(
     rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
     # The map of the queries must not have seen them.
     may_fit = fold != 0
-    finding = maps.fit(new[may_fit], old[may_fit])(new[rows]) if old_is_gone else old[rows]
+    finding = old[rows]
+    if old_is_gone:
+        finding = maps.fit(new[may_fit], old[may_fit], "rescaled")(new[rows])
     return Questions(
         finding,
         new[rows],

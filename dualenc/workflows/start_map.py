@@ -1,5 +1,5 @@
-"""The linear map from a text model into the space of an index of another model: a ridge regression
-from its vectors of texts, and of their first sentences, to the stored vectors of these documents.
+"""The linear map from a text model into the space of an index of another model: a regression from
+its vectors of texts, and of their first sentences, to the stored vectors of these documents.
 """
 
 from __future__ import annotations
@@ -72,4 +72,4 @@ def start_map(
     # Texts that could not be embedded are left out.
     used = np.concatenate([rows, rows[own]])[np.array(list(embedded.ids), dtype=np.int64)]
     targets = np.asarray(documents.vectors[used], np.float32)
-    return fit(np.asarray(embedded.vectors[:], np.float32), targets).tower()
+    return fit(np.asarray(embedded.vectors[:], np.float32), targets, "rescaled").tower()
