@@ -47,12 +47,14 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands() -> list[list[str]]:
-    """The page's commands, as lists of words, without scripts, and without those for images and
-    tables, which tests/commands/test_adapt_images.py and test_migrate_table.py have."""
+    """The page's commands, as lists of words, without scripts, and without those for images, tables
+    and models that are gone, which tests/commands/test_adapt_images.py, test_migrate_table.py,
+    test_adapt_replaced.py and test_candidates.py have."""
     blocks = [block for block in code(PAGE, "bash") if not block.startswith("#!")]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     found = [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
-    others = ("images_index", "postgresql://me@localhost/shop")
+    others = ("images_index", "postgresql://me@localhost/shop", "LOCAL", "DATA")
+    others += ("runs/replaced/model",)
     return [words for words in found if not set(others) & set(words)]
 
 

@@ -35,8 +35,9 @@ def migrate(
     are embedded, those that queries find most often first, and what the report found best answers
     meanwhile: the new model over candidates that the old model finds, or over mapped vectors. If
     neither is better, or without judgements, the old index stays until enough documents are
-    embedded. The same command resumes an interrupted migration. Until it ends, the index takes no
-    other change. The work folder is INDEX.migration, the report INDEX.migration.html.
+    embedded. If the old model is gone, queries of the new one that are mapped into the old vectors
+    find the candidates. The same command resumes an interrupted migration. Until it ends, the index
+    takes no other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     A table of PostgreSQL gets a second column of vectors, which is filled and indexed while clients
     read and write, and then takes the place of the first in a short transaction.

@@ -72,7 +72,7 @@ class MigrationReport:
         systems: a row per combination of queries and vectors: mean of each metric with its 95%
             interval.
         served: shares of new vectors, from 0 to 1, at which the index is replaced.
-        meanwhile: "candidates" if the new model ranks the candidates of the old one until all
+        meanwhile: "candidates" if the new model ranks the candidates of the old vectors until all
             documents are embedded; "index" if the index answers, by old or mapped vectors.
         page: path of the report; None if nothing was measured.
     """
@@ -129,8 +129,9 @@ def migrate(
     """Start or resume the change of an index to a new model.
 
     A sample is embedded with the new model and measured; then the documents are embedded, those
-    that queries find most often first, and the index is replaced step by step. The same call
-    resumes an interrupted migration.
+    that queries find most often first, and the index is replaced step by step. If the old model is
+    gone, queries of the new one, mapped into the old space, take the place of its queries. The same
+    call resumes an interrupted migration.
 
         from dualenc import migrate
 
