@@ -8,8 +8,9 @@ its sides. Between each two models, maps are learned from so many documents and 
 vectors of all; those that a map is learned from are mapped by one that was learned without them, as
 `dualenc migrate` does. Queries are the new model's. "Centered" subtracts the mean document of
 either model from documents and queries. "Candidates" are the documents nearest by the old model,
-in the order of the new one. nDCG@10 is of the test queries over all documents, or over samples as
-the report of `dualenc migrate` draws them, which should forecast the differences over all.
+in the order of the new one; without the old model, those nearest to queries that are mapped into
+its space. nDCG@10 is of the test queries over all documents, or over samples as the report of
+`dualenc migrate` draws them, which should forecast the differences over all.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from dualenc.search.migration.stages import sample_rows
 STORE = frame.RESULTS / "migrating.jsonl"
 PAIRS, CANDIDATES, CLUSTERS = (500, 1000, 2000, 4000), (50, 200), 8
 OLD, NEW, OF_OLD, CENTERED = "old model", "new model", "candidates", ", centered"
+MAPPED, OF_MAPPED, DEPTHS = "mapped queries", "candidates of mapped queries", (50, 200, 1000)
 SEEDS, DRAWS = 3, 20
 Map = Callable[[np.ndarray], np.ndarray]
 
@@ -120,12 +122,16 @@ class Change:
 
     def scores(self, way: str, settings: Settings) -> np.ndarray:
         """Return nDCG@10 (Q,) of a way."""
-        queries, documents = self.new_queries, self.new
-        if way == OLD:
-            queries, documents = self.old_queries, self.old
-        elif way == OF_OLD:
-            # What the old model finds, in the order of the new one.
-            near = exact_search(self.old_queries, self.old, settings["candidates"])[1]  # (Q, K)
+        queries, documents, finding = self.new_queries, self.new, self.old_queries
+        rows = np.random.default_rng(settings.get("seed", 0)).permutation(len(self.ids))
+        rows = rows[: settings.get("pairs")]
+        if way in (MAPPED, OF_MAPPED):
+            finding = fit(self.new[rows], self.old[rows], settings["map"])(queries)
+        if way in (OLD, MAPPED):
+            queries, documents = finding, self.old
+        elif way in (OF_OLD, OF_MAPPED):
+            # What the old vectors find, in the order of the new model.
+            near = exact_search(finding, self.old, settings["candidates"])[1]  # (Q, K)
             scores = np.einsum("qd,qkd->qk", queries, documents[near])
             named = [[self.ids[row] for row in rows] for rows in near.tolist()]
             own = (
@@ -133,8 +139,6 @@ class Change:
             )
             return ndcg(self.qrels, dict(zip(self.qrels, own, strict=True)))
         elif way != NEW:
-            rows = np.random.default_rng(settings["seed"]).permutation(len(self.ids))
-            rows = rows[: settings["pairs"]]
             documents = mapped(MAPS[way.removesuffix(CENTERED)], self.old, self.new, rows)
             if way.endswith(CENTERED):
                 queries = unit(queries - self.new[rows].mean(axis=0))
@@ -170,6 +174,9 @@ def run(
     """Measure every way between every two models on every task."""
     open_model = cache(lambda model, name: open_judged(data, vectors / model, name, True))
     wanted: list[Settings] = []
+    ways: list[Settings] = [{"way": way + own} for way in MAPS for own in ("", CENTERED)]
+    ways += [{"way": MAPPED, "map": own} for own in ("ridge", "rotation", "rescaled")]
+    ways += [{"way": OF_MAPPED, "map": "rescaled", "candidates": own} for own in DEPTHS]
     for name in tasks:
         size = len(open_model(models[0], name).documents)
         for old, new in ((old, new) for old in models for new in models if old != new):
@@ -182,12 +189,11 @@ def run(
                 for seed in range(DRAWS)
             ]
             wanted += [
-                {**common, "way": way + centered, "pairs": own, "seed": seed}
+                {**common, **way, "pairs": own, "seed": seed}
                 for own in pairs
                 if own < size
-                for way in MAPS
-                for centered in ("", CENTERED)
-                for seed in range(SEEDS if way != "perceptron" else 1)
+                for way in ways
+                for seed in range(SEEDS if "perceptron" not in way["way"] else 1)
             ]
     Store(STORE).get(wanted, partial(measure, open_model))
 
@@ -200,7 +206,7 @@ def report() -> None:
         settings, outcomes = own[0].settings, [each.outcome for each in own]
         title = "{data}, {old} → {new}".format(**settings)
         whole = {name: value for name, value in settings.items() if name not in ("sample", "seed")}
-        row = {"way": settings["way"], "from": settings.get("pairs", settings.get("candidates"))}
+        row = {name: settings.get(name) for name in ("way", "map", "candidates", "pairs")}
         row["nDCG@10"] = frame.spread([each["ndcg@10"] for each in outcomes])
         row["of the new"] = round(float(np.mean([each["of the new"] for each in outcomes])), 3)
         for end in ("old", "new"):
@@ -220,7 +226,7 @@ def report() -> None:
 
 def check(folder: Path) -> None:
     """Turn all vectors: every map turns them back, and candidates find what the new model does."""
-    globals().update(STORE=folder / "runs.jsonl", SEEDS=1, DRAWS=2, CANDIDATES=(20,))
+    globals().update(STORE=folder / "runs.jsonl", SEEDS=1, DRAWS=2, CANDIDATES=(20,), DEPTHS=(20,))
     draw = np.random.default_rng(0)
     documents = unit(draw.standard_normal((300, 8)))
     turn = np.linalg.qr(draw.standard_normal((8, 8)))[0]

@@ -36,8 +36,9 @@ def migrate(
     are embedded, those that queries find most often first, and what the report found best answers
     meanwhile: the new model over candidates that the old model finds, or over mapped vectors. If
     neither is better, or without judgements, the old index stays until enough documents are
-    embedded. The same command resumes an interrupted migration. Until it ends, the index takes no
-    other change. The work folder is INDEX.migration, the report INDEX.migration.html.
+    embedded. If the old model is gone, queries of the new one that are mapped into the old vectors
+    find the candidates. The same command resumes an interrupted migration. Until it ends, the index
+    takes no other change. The work folder is INDEX.migration, the report INDEX.migration.html.
 
     A table of PostgreSQL gets a second column of vectors, which is filled and indexed while clients
     read and write, and then takes the place of the first in a short transaction. Afterwards the
@@ -143,9 +144,10 @@ def _print_report(report: MigrationReport) -> None:
     if report.meanwhile == "candidates":
         print_line(_describe_candidates(report))
     elif share > 0:
-        problem = "mapped vectors find significantly less than the old model"
-        if report.has_candidates():
-            problem += ", and candidates not significantly more"
+        problem = (
+            "mapped vectors find significantly less than the old model, and candidates not "
+            "significantly more"
+        )
         if not report.is_judged():
             problem = (
                 "without judgements mapped vectors cannot be compared with the old model "
@@ -153,7 +155,8 @@ def _print_report(report: MigrationReport) -> None:
             )
         print(f"{problem}: the old index stays until {share:.0%} of it is re-embedded")
     if report.is_worse():
-        print("the new model finds significantly less than the old one")
+        other = "the old one" if report.has_old() else "its queries mapped into the old vectors"
+        print(f"the new model finds significantly less than {other}")
     print_line(f"report: {report.page}")
 
 
@@ -165,11 +168,12 @@ def _describe_candidates(report: MigrationReport) -> str:
         # After a resumption the time of the sample, and so of a cold query, is unknown.
         if isinstance(seconds, float):
             took += f", {when} {seconds:.2g} s per query"
+    found = f"({report.candidates_verdict()}{took})"
+    begin = "until all documents are embedded, the new model ranks the candidates of"
+    if not report.has_old():
+        return f"{begin} its own queries, mapped into the old vectors {found}"
     alone = f'dualenc search {report.index} --model {report.old_model} "…"'
-    return (
-        "until all documents are embedded, the new model ranks the candidates of the old one "
-        f"({report.candidates_verdict()}{took}); the old index alone: {alone}"
-    )
+    return f"{begin} the old one {found}; the old index alone: {alone}"
 
 
 def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:

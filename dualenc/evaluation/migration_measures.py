@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -18,7 +18,11 @@ from dualenc.types import StrPath
 
 OLD = "old model, old vectors"
 NEW = "new model, new vectors"
+MAPPED_QUERIES = "new model, mapped queries, old vectors"
 CANDIDATES = "new model, candidates of the old one"
+OF_MAPPED = "new model, candidates of its mapped queries"
+COMPARED_WITH = {OLD: "the old model", MAPPED_QUERIES: "its queries mapped into the old vectors"}
+"""Systems that others are compared with: the old model, or what stands in for one that is gone."""
 METRICS = ("recall@10", "ndcg@10")
 Meanwhile = Literal["candidates", "index"]
 """What answers until all documents are embedded: the new model by candidates, or the index."""
@@ -90,7 +94,7 @@ def compared(
     """
     systems = {
         OLD: (old, sample.old),
-        "new model, mapped queries, old vectors": (mapped, sample.old),
+        MAPPED_QUERIES: (mapped, sample.old),
     }
     for share in SHARES:
         systems[mixed_name(share)] = (new, sample.mixed(share))
@@ -164,16 +168,19 @@ def neighbour_scores(systems: Mapping[str, System], rows: np.ndarray) -> dict[st
     return scores
 
 
-def neighbour_candidates(sample: Sample, rows: np.ndarray, depth: int) -> Scores:
+def neighbour_candidates(
+    sample: Sample, finding: np.ndarray, rows: np.ndarray, depth: int
+) -> Scores:
     """Return recall@10 of documents as queries if the new model ranks candidates only.
 
     Args:
         sample: documents in both spaces.
+        finding: (Q, E) vectors of the queries that find candidates in the old space.
         rows: (Q,) rows of the documents that are the queries.
-        depth: number of candidates, which the old model finds in the sample.
+        depth: number of candidates in the sample.
     """
     truth = neighbours(sample.new[rows], sample.new, rows)
-    candidates = exact_search(sample.old[rows], sample.old, depth + 1)[1]
+    candidates = exact_search(finding, sample.old, depth + 1)[1]
     nearest = np.full_like(truth, -1)
     for place, (row, columns) in enumerate(zip(rows, candidates, strict=True)):
         others = columns[columns != row][:depth]
@@ -196,17 +203,34 @@ def best_map(scores: Mapping[MapKind, Scores]) -> MapKind:
 def best_meanwhile(scores: Mapping[str, Scores]) -> Meanwhile:
     """Return what is best to answer with until all documents are embedded.
 
-    Candidates cost time in each query, so they must be significantly better than the old model and
-    than mapped vectors.
+    Candidates cost time in each query, so they must be significantly better than the old model, if
+    it can answer, and than mapped vectors.
 
     Args:
         scores: (Q,) scores by metric by system.
     """
-    candidates = scores.get(CANDIDATES)
-    if candidates is None:
-        return "index"
-    others = [scores[OLD], scores[mixed_name(0)]]
+    candidates = scores[_candidates_in(scores)]
+    others = [scores[name] for name in (OLD, mixed_name(0)) if name in scores]
     return "candidates" if all(_is_above(candidates, other) for other in others) else "index"
+
+
+def reference(systems: Iterable[str]) -> str:
+    """Return the system that others are compared with, one of `COMPARED_WITH`.
+
+    Args:
+        systems: names of the systems that are measured.
+    """
+    return OLD if OLD in set(systems) else MAPPED_QUERIES
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the systems of rows."""
+    return [row["system"] for row in rows]
+
+
+def _candidates_in(systems: Iterable[str]) -> str:
+    """Return the system of candidates."""
+    return next(name for name in systems if name in (CANDIDATES, OF_MAPPED))
 
 
 def _is_above(scores: Scores, others: Scores) -> bool:
@@ -218,20 +242,21 @@ def _is_above(scores: Scores, others: Scores) -> bool:
 def summarize(scores: Mapping[str, Scores]) -> list[dict[str, Any]]:
     """Return a row for each system with means and differences from the old model.
 
-    Each value is a list of mean, lower and upper end of the 95% interval over queries.
+    If that is gone, they are from mapped queries over old vectors. Each value is a list of mean,
+    lower and upper end of the 95% interval over queries.
 
     Args:
         scores: (Q,) scores by metric by system.
     """
     rows: list[dict[str, Any]] = []
+    compared_with = scores[reference(scores)]
     for name, own in scores.items():
         row: dict[str, Any] = {"system": name}
         for metric, values in own.items():
             # The difference from 0 is the mean itself.
             zero = np.zeros_like(values)
-            old = scores[OLD][metric]
             row[metric] = list(paired_bootstrap(zero, values))
-            row[f"{metric} - old"] = list(paired_bootstrap(old, values))
+            row[f"{metric} - old"] = list(paired_bootstrap(compared_with[metric], values))
         rows.append(row)
     return rows
 
@@ -261,7 +286,7 @@ def check_not_worse(rows: Sequence[Mapping[str, Any]], model: str) -> None:
     """
     if rows and is_below(rows, NEW):
         raise DualencError(
-            "finds significantly less than the old model",
+            f"finds significantly less than {COMPARED_WITH[reference(_names(rows))]}",
             fix="choose another model, or go on with --anyway",
             where=model,
         )
@@ -270,6 +295,15 @@ def check_not_worse(rows: Sequence[Mapping[str, Any]], model: str) -> None:
 def _row_of(rows: Sequence[Mapping[str, Any]], system: str) -> Mapping[str, Any]:
     """Return the row of a system."""
     return next(row for row in rows if row["system"] == system)
+
+
+def has_old(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if the old model was measured, False if it is gone.
+
+    Args:
+        rows: rows of `summarize`.
+    """
+    return reference(_names(rows)) == OLD
 
 
 def is_judged(rows: Sequence[Mapping[str, Any]]) -> bool:
@@ -289,8 +323,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     if not is_judged(rows):
         return "without judgements it is unknown whether it finds more than the old one"
-    old = _row_of(rows, OLD)
-    new = _row_of(rows, NEW)
+    name = reference(_names(rows))
+    old, new = _row_of(rows, name), _row_of(rows, NEW)
     gain, low, high = new["ndcg@10 - old"]
     # Significant if the 95% interval excludes 0.
     found = "neither significantly more nor less"
@@ -302,7 +336,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     new_score = new["ndcg@10"][0]
     scores = f"nDCG@10 {old_score:.3f} → {new_score:.3f}"
     interval = f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]"
-    return f"on the sample it finds {found} than the old one ({scores}, {interval})"
+    other = "the old one" if name == OLD else COMPARED_WITH[name]
+    return f"on the sample it finds {found} than {other} ({scores}, {interval})"
 
 
 def candidates_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -313,8 +348,10 @@ def candidates_verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     metric = "ndcg@10" if is_judged(rows) else "recall@10"
     label = "nDCG@10" if is_judged(rows) else "recall@10 of what the new model finds"
-    old, own, new = (_row_of(rows, name)[metric][0] for name in (OLD, CANDIDATES, NEW))
-    return f"{label} {own:.3f}, the old model {old:.3f}, all vectors new {new:.3f}"
+    other, names = reference(_names(rows)), _names(rows)
+    shown = (other, _candidates_in(names), NEW)
+    old, own, new = (_row_of(rows, name)[metric][0] for name in shown)
+    return f"{label} {own:.3f}, {COMPARED_WITH[other]} {old:.3f}, all vectors new {new:.3f}"
 
 
 def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -393,7 +430,7 @@ def _is_complete(facts: Any, systems: Any, served: Any) -> bool:
         and {"system", "recall@10"} <= columns
         and all(row.keys() == columns for row in systems)
         and all(map(_is_interval, values))
-        and {OLD, NEW} <= {row["system"] for row in systems}
+        and {reference(_names(systems)), NEW} <= {*_names(systems)}
         and bool(served)
         and all(share in SHARES for share in served)
     )

@@ -77,8 +77,8 @@ class Searcher:
         """Open an index, or the collection that a folder records, and the model that made it.
 
         While `dualenc migrate` changes the model of an index and has found that candidates serve
-        best, the new model ranks the candidates of the old one. Name the model of the index to
-        search it alone.
+        best, the new model ranks the candidates of the old one, or those of its own mapped queries
+        if that is gone. Name the model of the index to search it alone.
 
         Args:
             folder: folder written by `dualenc index` or `dualenc push`.
@@ -98,11 +98,14 @@ class Searcher:
         # Refuse a setting that does not apply now rather than at every query.
         if any(value is not None for value in settings.values()):
             index.search(np.eye(1, index.dim, dtype=np.float32), 1, **settings)
-        encoder = load_model(model or recorded_model(index.provenance, folder), device=device)
-        check_encoder(encoder, index.provenance, index.dim, folder)
         candidates = None
         if model is None and isinstance(index, Index):
             candidates = _open_candidates(folder, index, device)
+        if candidates is not None and candidates.stand_in is not None:
+            encoder = candidates.stand_in
+        else:
+            encoder = load_model(model or recorded_model(index.provenance, folder), device=device)
+            check_encoder(encoder, index.provenance, index.dim, folder)
         return cls(index, encoder, lexical, settings, candidates)
 
     def __len__(self) -> int:
@@ -314,10 +317,11 @@ def _open_candidates(
         logger.warning("%s: the old model answers, not candidates: %s", folder, error)
         return None
     logger.info(
-        "%s: its model is being changed; %s ranks the %d best documents of the old one",
+        "%s: its model is being changed; %s ranks the %d best documents of %s",
         folder,
         name,
         NUM_CANDIDATES,
+        "the old one" if candidates.stand_in is None else "its mapped queries",
     )
     return candidates
 

@@ -18,6 +18,7 @@ from dualenc.data.logs.open_log import open_log
 from dualenc.data.pairs import PairDataset
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
+from dualenc.encoders.lora import merge_adapters
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
 from dualenc.io.files import remove, removed_if_refused
@@ -431,7 +432,7 @@ def _adapt(
     if require_gain is not None:
         gate = Gate.of(require_gain, choice.compared if run.later is None else by_time)
     share, of = (choice.keep, choice.of) if gate is None or gate.passed else (1.0, ORIGINAL)
-    adapted, steps = copy.deepcopy(ends.original), 0
+    adapted, steps = _merged_copy(ends.original), 0
     points: list[Interpolated] = []
     if share < 1:
         adapted, steps = run.trainings.on_all(
@@ -481,7 +482,7 @@ def _measure_later(run: _Run, ends: Ends, choice: Choice) -> tuple[_HeldOut, dic
     """Train on the earlier part of the log as chosen, and measure the queries of its last tenth."""
     later = run.later
     assert later is not None
-    adapted = copy.deepcopy(ends.original)
+    adapted = _merged_copy(ends.original)
     if choice.keep < 1:
         adapted, _ = run.trainings.on_all(
             "earlier", ends.original, later.earlier, choice.alpha, choice.steps
@@ -490,6 +491,15 @@ def _measure_later(run: _Run, ends: Ends, choice: Choice) -> tuple[_HeldOut, dic
     adapted.load_state_dict(ends.mix(adapted, choice.keep, choice.of))
     compared = _compare(points, later.tasks, choice.keep, choice.of, run.side.documents)
     return _HeldOut(later.evaluator, adapted, later.later), compared
+
+
+def _merged_copy(model: DualEncoder) -> DualEncoder:
+    """Return a copy that takes interpolated weights, in which LoRA adapters are merged."""
+    merged = merge_adapters(model)
+    assert isinstance(merged, DualEncoder)
+    if merged is model:
+        return copy.deepcopy(model)
+    return merged.to(next(model.parameters()).device)
 
 
 def _with_rocchio(

@@ -18,7 +18,7 @@ from dualenc.encoders.dual import Kind
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation.report_page import Table, check_report_target, write_report
-from dualenc.io.files import locked, write_json
+from dualenc.io.files import locked, remove, write_json
 from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
 from dualenc.search.documents import open_documents
@@ -29,12 +29,14 @@ from dualenc.search.index.build import new_index
 from dualenc.search.migration import maps, rollback
 from dualenc.search.migration.candidates import NUM_CANDIDATES
 from dualenc.search.migration.migration_folder import (
+    TO_OLD,
     cache_path,
     read_plan,
     remove_work,
     work_folder,
 )
 from dualenc.search.migration.stages import SHARES, Migration, order_by_hits, sample_rows
+from dualenc.search.migration.stand_in import stand_in
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.query_vectors import query_towers
 from dualenc.search.searcher import check_encoder, recorded_model
@@ -90,7 +92,7 @@ class MigrationReport:
         systems: a row per combination of queries and vectors: mean of each metric with its 95%
             interval.
         served: shares of new vectors, from 0 to 1, at which the index is replaced.
-        meanwhile: "candidates" if the new model ranks the candidates of the old one until all
+        meanwhile: "candidates" if the new model ranks the candidates of the old vectors until all
             documents are embedded; "index" if the index answers, by old or mapped vectors.
         page: path of the report; None if nothing was measured.
     """
@@ -110,9 +112,9 @@ class MigrationReport:
         """Return how the new model compares with the old one on the sample."""
         return measures.verdict(self.systems)
 
-    def has_candidates(self) -> bool:
-        """Return True if candidates were measured, which needs the old model."""
-        return any(row["system"] == measures.CANDIDATES for row in self.systems)
+    def has_old(self) -> bool:
+        """Return True if the old model was measured, False if it is gone."""
+        return measures.has_old(self.systems)
 
     def candidates_verdict(self) -> str:
         """Return how candidates compare with the old and the new model on the sample."""
@@ -148,8 +150,9 @@ def migrate(
     """Start or resume the change of an index to a new model.
 
     A sample is embedded with the new model and measured; then the documents are embedded, those
-    that queries find most often first, and the index is replaced step by step. The same call
-    resumes an interrupted migration.
+    that queries find most often first, and the index is replaced step by step. If the old model is
+    gone, queries of the new one, mapped into the old space, take the place of its queries. The same
+    call resumes an interrupted migration.
 
         from dualenc import migrate
 
@@ -258,8 +261,8 @@ def _open(
     """Open and check everything; return a report if there is nothing to migrate."""
     if is_pushed(folder):
         raise DualencError(
-            "an engine does not migrate",
-            fix="migrate the embeddings and push again",
+            "is in a database",
+            fix="call migrate_table, or migrate_collection for Qdrant, of dualenc.workflows",
             where=folder,
         )
     # Hold the lock while the index is read and the migration recorded: a change comes either
@@ -385,7 +388,8 @@ def _report(
     measures.check_report(measured, migration.work / "report.json")
     served = measured["served"]
     meanwhile = measured.get("meanwhile", "index")
-    if not measures.is_judged(measured["systems"]):
+    systems = measured["systems"]
+    if measures.has_old(systems) and not measures.is_judged(systems):
         # Without judgements the old index stays, unless the user takes the risk.
         if not anyway:
             meanwhile = "index"
@@ -404,7 +408,7 @@ def _report(
         model=migration.notes["model"],
         old_model=migration.old.provenance.model or "the old model",
         facts=measured["facts"],
-        systems=measured["systems"],
+        systems=systems,
         served=served,
         meanwhile=meanwhile,
         page=_page(migration.work),
@@ -498,29 +502,30 @@ class _Steps:
         old = np.asarray(self.old.vectors[self.rows], np.float32)
         new = np.asarray(self.sample.vectors[:], np.float32)
         old_towers = self._old_towers()
-        # Documents stand in for queries if there are none, or no model to embed them.
+        finding = self._stand_in(old, new) if old_towers is None else old_towers
+        # Documents stand in for queries if there are none.
         past = old
-        if old_towers is not None and self.documents.past is not None:
-            past = self._embed_queries(old_towers, self.documents.past, self.old.dim, "skip")
+        if self.documents.past is not None:
+            past = self._embed_queries(finding, self.documents.past, self.old.dim, "skip")
         # Documents that queries find often come first, so that quality recovers early.
         order = order_by_hits(self.migration.old, past)
         self.migration.save_order(order)
         # Each document is mapped by a map that was learned without it, as those outside the sample.
         fold = maps.folds(len(old))
-        questions = self._questions(old, new, fold, old_towers)
+        questions = self._questions(old, new, fold, finding, old_is_gone=old_towers is None)
         mapped = {kind: maps.out_of_fold(old, new, fold, kind) for kind in maps.KINDS}
         kind = questions.best_map(new, mapped)
         maps.fit(old, new, kind).save(self.migration.work / "map.safetensors")
         places = np.argsort(order)[self.rows]
         sample = measures.Sample(old, new, mapped[kind], places, len(order))
-        # Without the old model nothing finds candidates.
-        scores = questions.all_scores(sample, kind, has_candidates=old_towers is not None)
+        scores = questions.all_scores(sample, kind)
         facts = self._facts(len(order), len(questions.new), questions.truth, len(past), kind)
-        if old_towers is not None:
-            facts |= self._candidate_facts(old_towers, questions)
+        facts |= self._candidate_facts(finding, questions)
         systems = measures.summarize(scores)
         meanwhile = measures.best_meanwhile(scores)
-        served = [1.0] if meanwhile == "candidates" else measures.served_shares(systems)
+        # Without the old model the old index cannot answer, so mapped vectors take its place.
+        served = list(SHARES) if old_towers is None else measures.served_shares(systems)
+        served = [1.0] if meanwhile == "candidates" else served
         report = {"facts": facts, "systems": systems, "served": served, "meanwhile": meanwhile}
         # Last: a resumed run takes the report as a sign that all of the above is written.
         write_json(self.migration.work / "report.json", report)
@@ -531,16 +536,19 @@ class _Steps:
         old: np.ndarray,
         new: np.ndarray,
         fold: np.ndarray,
-        old_towers: Mapping[Modality, Tower] | None,
+        finding: Mapping[Modality, Tower],
+        *,
+        old_is_gone: bool,
     ) -> Questions:
-        """Return the judged queries, or documents if there are none or no model to embed them."""
-        if old_towers is None or self.documents.judged is None:
-            return document_questions(old, new, fold, self.documents.corpus.take(self.rows))
+        """Return the judged queries, or documents if there are none."""
+        if self.documents.judged is None:
+            sampled = self.documents.corpus.take(self.rows)
+            return document_questions(old, new, fold, sampled, old_is_gone=old_is_gone)
         queries, qrels = self.documents.judged
-        old_queries = self._embed_queries(old_towers, queries, self.old.dim)
+        old_queries = self._embed_queries(finding, queries, self.old.dim)
         new_queries = self._embed_queries(self.query_towers, queries)
         found = (old_queries, new_queries, self.migration.old, self.rows)
-        return judged_questions(queries, qrels, *found)
+        return judged_questions(queries, qrels, *found, old_is_gone=old_is_gone)
 
     def _facts(
         self, num_documents: int, num_queries: int, truth: str, num_past: int, kind: maps.MapKind
@@ -566,12 +574,13 @@ class _Steps:
         return facts
 
     def _candidate_facts(
-        self, old_towers: Mapping[Modality, Tower], questions: Questions
+        self, finding: Mapping[Modality, Tower], questions: Questions
     ) -> dict[str, Any]:
         """Return where candidates come from, and the time of a query by candidates."""
         index, num_candidates = self.migration.old, min(NUM_CANDIDATES, len(self.migration.old))
         vectors = np.asarray(self.sample.vectors[:num_candidates], np.float32)
-        towers = (old_towers[questions.few.modality], self.query_towers[questions.few.modality])
+        modality = questions.few.modality
+        towers = (finding[modality], self.query_towers[modality])
         warm = warm_seconds(questions.few, *towers, index, vectors)
         facts: dict[str, Any] = {"candidates are": questions.candidates_from}
         # After a resumption the time of the sample is unknown.
@@ -580,6 +589,12 @@ class _Steps:
             facts["seconds per query by candidates, cold"] = round(cold, 3)
         return facts | {"seconds per query by candidates, warm": round(warm, 4)}
 
+    def _stand_in(self, old: np.ndarray, new: np.ndarray) -> Mapping[Modality, Tower]:
+        """Return queries of the new model mapped into the old space, and keep their map."""
+        to_old = maps.fit(new, old, "rescaled")
+        to_old.save(self.migration.work / TO_OLD)
+        return query_towers(stand_in(self.encoder, to_old), self.side)
+
     def _old_towers(self) -> Mapping[Modality, Tower] | None:
         """Return the query towers of the old model; None if it is gone or has changed."""
         index = self.migration.old
@@ -587,12 +602,16 @@ class _Steps:
         try:
             encoder = load_model(recorded_model(index.provenance, self.migration.folder), device)
             check_encoder(encoder, index.provenance, index.dim, self.migration.folder)
-            return query_towers(encoder, self.side)
         except DualencError as error:
             logger.info(
-                "documents take the place of queries; the old model is of no use: %s", error
+                "queries of the new model, mapped, find documents in the old vectors; the old "
+                "model is of no use: %s",
+                error,
             )
             return None
+        # An interrupted run may have been without it.
+        remove(self.migration.work / TO_OLD)
+        return query_towers(encoder, self.side)
 
     def embed_all(self, served: Sequence[float]) -> None:
         """Embed the documents share by share; replace the index at each share in `served`."""

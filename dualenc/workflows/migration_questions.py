@@ -29,8 +29,9 @@ class Questions(NamedTuple):
         questions.scores({"new": (questions.new, new)})
 
     Attributes:
-        old: (Q, E) vectors of the old model.
+        old: (Q, E) vectors of the old model; if it is gone, of the new one, mapped.
         new: (Q, D) vectors of the new model.
+        old_is_gone: whether the old model is gone.
         few: a few of the queries, to measure time with.
         may_fit: (n,) bool, documents of the sample that are not queries, to fit a map of queries.
         truth: what is relevant, for the report.
@@ -41,6 +42,7 @@ class Questions(NamedTuple):
 
     old: np.ndarray
     new: np.ndarray
+    old_is_gone: bool
     few: Corpus
     may_fit: np.ndarray
     truth: str
@@ -60,25 +62,26 @@ class Questions(NamedTuple):
         scores = self.scores(systems)
         return measures.best_map({kind: scores[kind] for kind in maps.KINDS})
 
-    def all_scores(
-        self, sample: measures.Sample, kind: maps.MapKind, *, has_candidates: bool
-    ) -> dict[str, measures.Scores]:
+    def all_scores(self, sample: measures.Sample, kind: maps.MapKind) -> dict[str, measures.Scores]:
         """Return the scores of all systems of the report, in its order.
 
         Args:
             sample: documents in both spaces.
             kind: kind of map.
-            has_candidates: whether the old model is there to find candidates.
         """
-        # The reverse map: new queries over old vectors.
-        fit_new, fit_old = sample.new[self.may_fit], sample.old[self.may_fit]
-        mapped = maps.fit(fit_new, fit_old, kind)(self.new)
-        scores = self.scores(measures.compared(sample, self.old, mapped, self.new))
-        if not has_candidates:
-            return scores
+        mapped = self.old
+        if not self.old_is_gone:
+            # The reverse map: new queries over old vectors.
+            fit_new, fit_old = sample.new[self.may_fit], sample.old[self.may_fit]
+            mapped = maps.fit(fit_new, fit_old, kind)(self.new)
+        systems = measures.compared(sample, self.old, mapped, self.new)
+        if self.old_is_gone:
+            del systems[measures.OLD]
+        scores = self.scores(systems)
         # Before the mixed vectors, which the table shows share by share up to the new ones.
-        before = list(scores)[:2]
-        own = {measures.CANDIDATES: self.candidates(sample)}
+        before = [name for name in scores if name in measures.COMPARED_WITH]
+        candidates = measures.OF_MAPPED if self.old_is_gone else measures.CANDIDATES
+        own = {candidates: self.candidates(sample)}
         return {name: scores[name] for name in before} | own | scores
 
 
@@ -89,16 +92,19 @@ def judged_questions(
     new: np.ndarray,
     index: Index,
     rows: np.ndarray,
+    *,
+    old_is_gone: bool,
 ) -> Questions:
     """Return queries with relevance judgements.
 
     Args:
         queries: Q queries.
         qrels: grades by query id.
-        old: (Q, E) vectors of the old model.
+        old: (Q, E) vectors of the old model; if it is gone, of the new one, mapped.
         new: (Q, D) vectors of the new model.
         index: the old index of N documents, which finds candidates.
         rows: (n,) rows of the sample.
+        old_is_gone: whether the old model is gone.
     """
     ids = (queries.ids, [index.ids[row] for row in rows.tolist()], qrels)
 
@@ -113,6 +119,7 @@ def judged_questions(
     return Questions(
         old,
         new,
+        old_is_gone,
         _first(queries),
         may_fit=np.ones(len(rows), bool),
         truth="judged documents",
@@ -123,7 +130,7 @@ def judged_questions(
 
 
 def document_questions(
-    old: np.ndarray, new: np.ndarray, fold: np.ndarray, documents: Corpus
+    old: np.ndarray, new: np.ndarray, fold: np.ndarray, documents: Corpus, *, old_is_gone: bool
 ) -> Questions:
     """Return documents as queries; what the new model finds counts as relevant.
 
@@ -132,17 +139,25 @@ def document_questions(
         new: (n, D) the same by the new model.
         fold: (n,) folds; documents of the first one are the queries.
         documents: the n documents.
+        old_is_gone: whether the old model is gone.
     """
     rows = np.flatnonzero(fold == 0)[:MAX_JUDGED]
+    # The map of the queries must not have seen them.
+    may_fit = fold != 0
+    finding = old[rows]
+    if old_is_gone:
+        finding = maps.fit(new[may_fit], old[may_fit], "rescaled")(new[rows])
     return Questions(
-        old[rows],
+        finding,
         new[rows],
+        old_is_gone,
         _first(documents.take(rows)),
-        # The map of the queries must not have seen them.
-        may_fit=fold != 0,
+        may_fit=may_fit,
         truth="the new model's neighbours of documents",
         scores=lambda systems: measures.neighbour_scores(systems, rows),
-        candidates=lambda sample: measures.neighbour_candidates(sample, rows, NUM_CANDIDATES),
+        candidates=lambda sample: measures.neighbour_candidates(
+            sample, finding, rows, NUM_CANDIDATES
+        ),
         candidates_from=f"the first {NUM_CANDIDATES} of the sample",
     )
 
@@ -154,7 +169,7 @@ def warm_seconds(
 
     Args:
         queries: a few queries.
-        old_tower: tower of the old model that encodes them.
+        old_tower: tower of the old model that encodes them, or of what stands in for it.
         new_tower: the same of the new model.
         index: the old index.
         vectors: (K, D) vectors of candidates.

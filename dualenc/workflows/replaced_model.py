@@ -1,8 +1,9 @@
 """Queries for an index whose model is gone: another text model takes its place.
 
 The vectors of the documents stay. A linear map leads from the other model's vectors of their texts
-to the stored ones (ridge regression), and training starts there: with the first sentences of the
-texts, usually titles, as queries for their own documents, and with logs if there are any.
+to the stored ones (`dualenc.workflows.start_map`), and training starts there: with the first
+sentences of the texts, usually titles, as queries for their own documents, and with logs if there
+are any.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The linear map from a text model into the space of an index of another model: a ridge regression
-from its vectors of texts, and of their first sentences, to the stored vectors of these documents.
+"""The linear map from a text model into the space of an index of another model: a regression from
+its vectors of texts, and of their first sentences, to the stored vectors of these documents.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from dualenc.data.corpus import Corpus
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorTower
 from dualenc.search.embed.encode import embed
-from dualenc.search.migration.maps import LinearMap, fit
+from dualenc.search.migration.maps import fit
 
 MAX_SENTENCES = 20_000
 """Maximum number of documents whose first sentences are queries."""
@@ -73,15 +72,4 @@ def start_map(
     # Texts that could not be embedded are left out.
     used = np.concatenate([rows, rows[own]])[np.array(list(embedded.ids), dtype=np.int64)]
     targets = np.asarray(documents.vectors[used], np.float32)
-    return _tower(fit(np.asarray(embedded.vectors[:], np.float32), targets))
-
-
-def _tower(linear: LinearMap) -> VectorTower:
-    """Return a fitted map as a trainable tower."""
-    input_dim, dim = linear.weight.shape
-    tower = VectorTower("linear", input_dim, dim, None)
-    assert isinstance(tower.map, torch.nn.Linear)
-    with torch.no_grad():
-        tower.map.weight.copy_(torch.from_numpy(linear.weight.T))
-        tower.map.bias.copy_(torch.from_numpy(linear.bias))
-    return tower
+    return fit(np.asarray(embedded.vectors[:], np.float32), targets, "rescaled").tower()

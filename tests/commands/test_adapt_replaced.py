@@ -64,6 +64,18 @@ def test_titles_teach_another_model(
     assert len(hits) == 10
 
 
+def test_adapters_that_are_not_kept_leave_the_original(gone: Path, tmp_path: Path) -> None:
+    """With all of the original's weights nothing is trained, and its adapters are merged."""
+    for train in ("lora", "all"):
+        run(
+            *("adapt", gone / "index", "--model", gone / "local", "--out", tmp_path / train),
+            *("--train", train, "--held-out", 0, "--keep", 1),
+        )
+    models = [load_model(tmp_path / train / "model") for train in ("lora", "all")]
+    vectors = [model.encode(["a text", "another"]) for model in models]
+    np.testing.assert_allclose(*vectors, atol=1e-6)
+
+
 def test_logs_take_part(gone: Path, tmp_path: Path) -> None:
     clicks = "".join(f"query {row % 50},d{row}\n" for row in range(100))
     (tmp_path / "clicks.csv").write_text(f"query,document\n{clicks}")

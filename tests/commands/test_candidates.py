@@ -13,13 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dualenc.data import Corpus
+from dualenc.data.bad_rows import BadRows
+from dualenc.data.readers.beir import read_judged_queries
 from dualenc.encoders import load_model
-from dualenc.search import Index
+from dualenc.errors import DualencError
+from dualenc.search import Embeddings, Index
 from dualenc.search.embed import encode
 from dualenc.search.lexical import Lexical
-from dualenc.search.migration.migration_folder import read_plan
+from dualenc.search.migration.migration_folder import candidates_plan, read_plan
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.searcher import Searcher
 from dualenc.workflows import migrate_model
@@ -111,10 +115,17 @@ def embedded_query(model: Path, text: str) -> np.ndarray:
 
 
 def expected(
-    made: Path, query: str, k: int, allowed: set[int] | None = None
+    made: Path,
+    query: str,
+    k: int,
+    allowed: set[int] | None = None,
+    to_old: dict[str, np.ndarray] | None = None,
 ) -> list[tuple[str, float]]:
-    """The best candidates by loops: the old model's first DEPTH, in the order of the new scores."""
+    """The best candidates by loops: the old model's first DEPTH, in the order of the new scores;
+    or the first DEPTH of the mapped query."""
     old_query, new_query = (embedded_query(made / name, query) for name in ("old", "new"))
+    if to_old is not None:
+        old_query = new_query @ to_old["weight"] + to_old["bias"]
     old, new = vectors(made / "old-index"), vectors(made / "new-index")
     rows = [row for row in range(DOCUMENTS) if allowed is None or row in allowed]
     rows.sort(key=lambda row: -float(np.dot(old[row], old_query)))
@@ -158,6 +169,139 @@ def test_results_are_those_of_a_loop(
     assert Searcher.open(index, str(made / "old")).candidates is None
     results = found(capsys, index, "wing flow", "-k", 7)
     check(searcher.search("wing flow", 7), [(hit["id"], hit["score"]) for hit in results])
+
+
+@pytest.fixture
+def gone(index: Path, tmp_path: Path) -> Path:
+    """The index after its model was removed."""
+    name_model(index, tmp_path / "removed")
+    with pytest.raises(DualencError, match="is gone"):
+        Searcher.open(index)
+    return index
+
+
+def name_model(index: Path, model: Path) -> None:
+    meta = json.loads((index / "meta.json").read_text())
+    (index / "meta.json").write_text(json.dumps(meta | {"model": str(model)}))
+
+
+def test_mapped_queries_find_candidates_if_the_old_model_is_gone(
+    made: Path, gone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_at(monkeypatch, gone, made / "new", 60)
+    work = Path(f"{gone}.migration")
+    to_old = load_file(work / "to_old.safetensors")
+    # The least squares of the sample, up to its penalty: no other linear map is much nearer.
+    sample = Embeddings.open(work / "sample")
+    old = vectors(made / "old-index")[[int(name[1:]) for name in sample.ids]]
+    new = np.asarray(sample.vectors[:], np.float64)
+    left = new @ to_old["weight"] + to_old["bias"] - old
+    assert np.square(left).sum() < 0.8 * np.square(old - old.mean(axis=0)).sum()
+    searcher = Searcher.open(gone)
+    for query in QUERIES:
+        check(searcher.search(query, 7), expected(made, query, 7, to_old=to_old))
+    allowed = {row for row in range(DOCUMENTS) if row % 7 >= 4}
+    wanted = expected(made, "wing flow", 9, allowed, to_old)
+    check(searcher.search("wing flow", 9, where=["year>=2004"]), wanted)
+    assert len(searcher.search("cone drag", 5, hybrid="rrf")) == 5
+    results = found(capsys, gone, "wing flow", "-k", 7)
+    check(searcher.search("wing flow", 7), [(hit["id"], hit["score"]) for hit in results])
+    migrate_model.migrate(str(gone), str(made / "new"), progress=False)
+    np.testing.assert_allclose(vectors(gone), vectors(made / "new-index"), atol=1e-5)
+    assert {path.name for path in gone.parent.iterdir()} == {"index", "index.migration.html"}
+
+
+def test_the_report_without_the_old_model_is_that_of_a_loop(
+    made: Path, gone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sample is everything, so that candidates are those of a search."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dualenc.search.migration.stages.MIN_SAMPLE", DOCUMENTS)
+        patch.setattr("dualenc.workflows.migration_questions.NUM_CANDIDATES", DEPTH)
+        run("migrate", gone, made / "new", "--report-only")
+    printed = capsys.readouterr().out
+    to_old = load_file(Path(f"{gone}.migration") / "to_old.safetensors")
+    queries, qrels = read_judged_queries(made / "beir", "test", names(), BadRows(made))
+    old, gains = vectors(made / "old-index"), {"mapped": [], "candidates": []}  # type: ignore
+    for row, name in enumerate(queries.ids):
+        relevant = set(qrels[name])
+        # A document with the id of the query is not a result, unless it is judged.
+        allowed = set(range(DOCUMENTS)) - ({int(name[1:])} - {int(own[1:]) for own in relevant})
+        ranked = expected(made, queries[row], DEPTH, None, to_old)
+        mapped = embedded_query(made / "new", queries[row]) @ to_old["weight"] + to_old["bias"]
+        nearest = sorted(allowed, key=lambda own: -float(old[own] @ mapped))[:10]
+        found_ids = {
+            "mapped": [f"d{own}" for own in nearest],
+            "candidates": [own for own, _ in ranked if int(own[1:]) in allowed][:10],
+        }
+        for way, ids in found_ids.items():
+            # One document is relevant.
+            own = [1 / np.log2(2 + place) for place, each in enumerate(ids) if each in relevant]
+            gains[way].append(sum(own))
+    report = json.loads((Path(f"{gone}.migration") / "report.json").read_text())
+    systems = {row["system"]: row for row in report["systems"]}
+    assert "old model, old vectors" not in systems
+    labels = {
+        "mapped": "new model, mapped queries, old vectors",
+        "candidates": "new model, candidates of its mapped queries",
+    }
+    for way, label in labels.items():
+        # Copies of a text are in any order.
+        assert systems[label]["ndcg@10"][0] == pytest.approx(np.mean(gains[way]), abs=0.02), way
+    assert systems[labels["mapped"]]["ndcg@10 - old"] == [0, 0, 0]
+    assert "its own queries, mapped into the old vectors (nDCG@10" in printed
+    assert "than its queries mapped into the old vectors (nDCG@10" in printed
+
+
+def names() -> list[str]:
+    return [f"d{row}" for row in range(DOCUMENTS)]
+
+
+def test_killed_without_the_old_model_it_answers_and_goes_on(
+    made: Path, gone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = migrate_model._Steps._embed_documents
+
+    def slow(steps: Any, rows: Any, name: str, bar: str) -> Any:
+        if name.startswith("embeddings"):
+            time.sleep(600)
+        return embed(steps, rows, name, bar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(migrate_model._Steps, "_embed_documents", slow)
+        process = FORK.Process(target=run, args=("migrate", gone, made / "new"))
+        process.start()
+        wait_for(lambda: candidates_plan(gone) is not None)
+    to_old = load_file(Path(f"{gone}.migration") / "to_old.safetensors")
+    wanted = expected(made, "wing flow", 7, to_old=to_old)
+    check(Searcher.open(gone).search("wing flow", 7), wanted)
+    process.kill()
+    process.join()
+    check(Searcher.open(gone).search("wing flow", 7), wanted)
+    run("migrate", gone, made / "new")
+    np.testing.assert_allclose(vectors(gone), vectors(made / "new-index"), atol=1e-5)
+
+
+def test_an_old_model_that_is_back_finds_candidates_itself(
+    made: Path, gone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("migrate", gone, made / "new", "--report-only")
+    work = Path(f"{gone}.migration")
+    (work / "report.json").unlink()  # as if it was killed before
+    for folder in (gone, work / "old"):
+        name_model(folder, made / "old")
+    stop_at(monkeypatch, gone, made / "new", 60)
+    assert not (work / "to_old.safetensors").exists()
+    check(Searcher.open(gone).search("wing flow", 7), expected(made, "wing flow", 7))
+
+
+def test_a_corrupt_map_of_queries_is_one_line(
+    made: Path, gone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_at(monkeypatch, gone, made / "new", 60)
+    path = Path(f"{gone}.migration") / "to_old.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+    assert "is gone" in failure(capsys, "search", gone, "wing flow")
 
 
 def test_hybrid_search_fuses_candidates_with_bm25(

@@ -217,12 +217,12 @@ def test_without_judgements_neighbours_are_the_truth(
     )
     change_meta(index, data="gone", model=str(tmp_path / "gone"))
     run("migrate", index, made / "new", "--queries", tmp_path / "past.jsonl", "--report-only")
-    assert "documents take the place of queries" in capsys.readouterr().out
+    assert "queries of the new model, mapped, find documents" in capsys.readouterr().out
     facts, systems = report_of(index)
     assert (facts["sample"], facts["queries"], facts["queries that decide the order"]) == (
         120,
         24,
-        120,
+        len(toy.WORDS),
     )
     assert systems["new model, new vectors"]["recall@10"] == [1, 1, 1]
     assert 0.1 < systems["new model, mapped vectors"]["recall@10"][0] < 1
@@ -255,7 +255,7 @@ def test_without_judgements_mapped_vectors_are_not_served_unasked(
 
 
 REFUSALS = {
-    "engine": "an engine does not migrate; migrate the embeddings and push again",
+    "engine": "lacks 'target'; run `dualenc push` again",
     "vectors": (
         "holds vector, vector, right, embedding; only documents of a query-document model, "
     ),

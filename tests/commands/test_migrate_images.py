@@ -21,6 +21,7 @@ from PIL import Image
 from dualenc.data import open_image
 from dualenc.encoders import load_model
 from dualenc.search import Embeddings, Index
+from dualenc.search.migration.maps import LinearMap
 from dualenc.search.migration.stages import SHARES, Migration
 from dualenc.search.searcher import Searcher
 from dualenc.workflows import migrate_model
@@ -375,8 +376,29 @@ def test_without_the_old_model(
     run("migrate", index, made / f"{kind}-new", "--anyway")
     printed = capsys.readouterr()
     assert "images are matched by id, not compared with what was embedded" in printed.err
-    assert "the new model's neighbours of documents" in printed.out
+    assert "queries of the new model, mapped, find documents in the old vectors" in printed.out
+    assert "candidates of its mapped queries" in " ".join(printed.out.split())
     migrated(made, kind, index)
+
+
+def test_mapped_queries_find_candidates_without_the_old_model(
+    made: Path, kind: str, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Index.open(index).provenance.updated(model="/gone/model").write(index)
+    depth = 20
+    monkeypatch.setattr(MEANWHILE, lambda _: "candidates")
+    monkeypatch.setattr("dualenc.search.migration.candidates.NUM_CANDIDATES", depth)
+    stop_at(index, made / f"{kind}-new", "embeddings-48")
+    to_old = LinearMap.load(Path(f"{index}.migration") / "to_old.safetensors")
+    old, new = (vectors(made / f"{kind}-{age}-index") for age in ("old", "new"))
+    model = load_model(made / f"{kind}-new")
+    query = open_image(made / f"{kind}-beir" / "pictures" / "p007.png")
+    encoded = model.encode([query], "left")
+    mapped = to_old(encoded)[0]
+    rows = sorted(range(N), key=lambda row: -float(old[row] @ mapped))[:depth]
+    wanted = sorted((float(new[row] @ encoded[0]) for row in rows), reverse=True)[:7]
+    hits = Searcher.open(index).search(query, 7)
+    np.testing.assert_allclose([hit.score for hit in hits], wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", ["folder", "bytes", "tar", "outside"])

@@ -24,6 +24,8 @@ CELLS = {
 """Compared cells of each section."""
 ADAPTED = [("medquad", "all"), ("medquad", "new"), ("papers", "new")]
 ADAPTED += [("scifact", group) for group in ("all", "seen", "new")]
+MAPS = ("ridge", "rescaled")
+"""Maps of queries in the table of migrations without the old model."""
 NOT_KEPT = {
     ("GlobalCache: pool vs. control variate", None, "by memory"),
     ("Published encoders and images", "GlobalCache, 32", "Flickr8k"),
@@ -100,3 +102,44 @@ def test_the_table_of_adapted_queries_is_that_of_its_store() -> None:
     cells = [(*at, cell.strip()) for row in rows for at, cell in zip(ADAPTED, row) if "±" in cell]
     assert len(cells) == 33
     assert set(cells) <= derived
+
+
+def test_the_tables_of_migrations_are_those_of_their_store() -> None:
+    script = load_script("migrating.py")
+    names = {"minilm": "MiniLM", "e5": "e5", "l3": "L3", "scifact": "SciFact"}
+    outcomes: dict[tuple[object, ...], list[dict[str, float]]] = {}
+    for run in script.Store(script.STORE).runs:
+        own = run.settings
+        # Maps of documents are shown from the most pairs.
+        if "sample" in own or (own["way"] == "ridge" and own["pairs"] not in (1000, 4000)):
+            continue
+        pairs = own.get("pairs") if own["way"] == "ridge" else None
+        way = (own["way"], own.get("map"), own.get("candidates"), pairs)
+        ends = (names.get(own["data"], own["data"].capitalize()), names[own["old"]])
+        outcomes.setdefault((*ends, names[own["new"]], *way), []).append(run.outcome)
+
+    def cell(*key: object) -> str:
+        found = outcomes[tuple(key)]
+        return f"{sum(each['ndcg@10'] for each in found) / len(found):.3f}"
+
+    pages = (("Changing the model of an index", 0), ("Without the old model", 1))
+    for heading, kind in pages:
+        section = PAGE.split(f"# {heading}\n")[1].split("\n#")[0]
+        rows = [line.strip("|").split("|") for line in section.splitlines() if " → " in line]
+        rows = [[each.strip(" *") for each in row] for row in rows[1:]]
+        assert len(rows) == (18, 12)[kind]
+        for data, change, *cells in rows:
+            at = (data.replace("medquad", "Medquad"), *change.split(" → "))
+            new = cell(*at, "new model", None, None, None)
+            if kind == 0:
+                pairs = 1000 if data == "Cranfield" else 4000
+                wanted = [cell(*at, "old model", None, None, None), new]
+                wanted += [cell(*at, "candidates", None, 200, None)]
+                shown = [*cells[:2], cells[2].split("*")[0]]
+                assert cells[4] == cell(*at, "ridge", None, None, pairs)
+            else:
+                wanted = [new, *(cell(*at, "mapped queries", own, None, None) for own in MAPS)]
+                of_mapped = "candidates of mapped queries"
+                wanted += [cell(*at, of_mapped, MAPS[1], depth, None) for depth in (200, 1000)]
+                shown = [*cells[:3], cells[3].split("*")[0], cells[4]]
+            assert shown == wanted, (data, change)

@@ -56,6 +56,22 @@ def test_ridge_has_the_penalty_of_the_least_error_with_each_pair_left_out() -> N
     np.testing.assert_allclose(fitted(x), unit(mapped), atol=1e-6)
 
 
+@pytest.mark.parametrize(("new_dim", "noise"), [(9, 0.7), (9, 0.0), (24, 0.3)])
+def test_rescaled_has_the_variance_of_the_targets_in_their_principal_directions(
+    new_dim: int, noise: float
+) -> None:
+    x, y = rotated(60, 16, new_dim, noise)
+    before, fitted = maps.fit(x, y), maps.fit(x, y, "rescaled")
+    mean = y.mean(axis=0)
+    _, _, directions = np.linalg.svd(y - mean, full_matrices=False)
+    shrunk, mapped = (x @ own.weight + own.bias - mean for own in (before, fitted))
+    for direction in directions:
+        wanted, short = np.std((y - mean) @ direction), np.std(shrunk @ direction)
+        stretch = wanted / short if short > 1e-6 else 0
+        np.testing.assert_allclose(mapped @ direction, stretch * (shrunk @ direction), atol=1e-4)
+    np.testing.assert_allclose(mapped.mean(axis=0), 0, atol=1e-5)
+
+
 @pytest.mark.parametrize("new_dim", [12, 7, 20])
 def test_rotation_is_that_of_scipy_for_centered_vectors(new_dim: int) -> None:
     x, y = rotated(80, 12, new_dim, 0.5)

@@ -271,9 +271,9 @@ def test_neighbours_among_candidates_are_those_of_a_loop() -> None:
         candidates = sorted(others, key=lambda i: -float(old[i] @ old[row]))[:25]
         best = sorted(candidates, key=lambda i: -float(new[i] @ new[row]))[:10]
         expected.append(len(truth & set(best)) / 10)
-    own = measured.neighbour_candidates(sample, rows, depth=25)["recall@10"]
+    own = measured.neighbour_candidates(sample, old[rows], rows, depth=25)["recall@10"]
     assert own.tolist() == expected
-    everything = measured.neighbour_candidates(sample, rows, depth=200)["recall@10"]
+    everything = measured.neighbour_candidates(sample, old[rows], rows, depth=200)["recall@10"]
     assert everything.tolist() == [1, 1, 1]
 
 
@@ -291,9 +291,27 @@ def test_candidates_answer_where_they_are_significantly_best(
     mapped: float, candidates: float, best: str
 ) -> None:
     scores = {measured.OLD: scored(0, 0), measured.mixed_name(0): scored(mapped, 1)}
-    assert measured.best_meanwhile(scores) == "index", "nothing finds candidates"
     scores[measured.CANDIDATES] = scored(candidates, 2)
     assert measured.best_meanwhile(scores) == best
+
+
+@pytest.mark.parametrize(("mapped", "best"), [(-0.2, "candidates"), (0.0, "index")])
+def test_without_the_old_model_candidates_answer_unless_mapped_vectors_are_level(
+    mapped: float, best: str
+) -> None:
+    scores = {
+        measured.MAPPED_QUERIES: scored(0.2, 0),  # no way to answer that a migration has
+        measured.OF_MAPPED: scored(0, 1),
+        measured.mixed_name(0): scored(mapped, 2),
+        measured.NEW: scored(0.3, 3),
+    }
+    assert measured.best_meanwhile(scores) == best
+    rows = measured.summarize(scores)
+    assert rows[0]["ndcg@10 - old"] == [0, 0, 0]
+    assert rows[3]["ndcg@10 - old"][0] == pytest.approx(0.1, abs=0.03)
+    assert "significantly more than its queries mapped into" in measured.verdict(rows)
+    told = measured.candidates_verdict(rows)
+    assert told.startswith(f"nDCG@10 {rows[1]['ndcg@10'][0]:.3f}, its queries mapped into the old")
 
 
 def test_a_rotation_is_chosen_where_it_is_significantly_better() -> None:

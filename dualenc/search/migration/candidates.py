@@ -1,7 +1,8 @@
 """Search with a new model before its vectors exist: it ranks the candidates of the old model.
 
 The old model finds candidates over its own vectors, and the new model scores them. What it has not
-embedded yet is embedded now and kept for the migration (`VectorCache`), which embeds it no more.
+embedded yet is embedded now and kept for the migration (`VectorCache`), which embeds it no more. If
+the old model is gone, queries of the new one, mapped into the old space, find the candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import BadSample, DualencError
 from dualenc.search.embed.encode import embed, tower_checksum
 from dualenc.search.index.open import Hit, Index, rows_in
-from dualenc.search.migration.migration_folder import cache_path, new_shards, work_folder
+from dualenc.search.migration.maps import LinearMap
+from dualenc.search.migration.migration_folder import (
+    TO_OLD,
+    cache_path,
+    new_shards,
+    work_folder,
+)
+from dualenc.search.migration.stand_in import stand_in
 from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.query_vectors import modality_of, query_towers, query_vector
 from dualenc.search.recorded_data import check_readable, open_recorded
@@ -52,6 +60,9 @@ class CandidateSearch:
         index: the open index of N documents, with the old vectors.
         encoder: the new model.
 
+    Attributes:
+        stand_in: model that finds candidates in place of the old one, which is gone; else None.
+
     Raises:
         DualencError: the model has other weights than that of the plan, no texts are stored, or the
             images are gone.
@@ -75,6 +86,10 @@ class CandidateSearch:
         self.items = _open_items(work, plan, index)
         cache = VectorCache(cache_path(folder, plan), tower.dim)
         self.vectors = NewVectors(work, index.ids, cache)
+        self.stand_in: DualEncoder | None = None
+        if (work / TO_OLD).is_file():
+            to_old = LinearMap.load(work / TO_OLD)
+            self.stand_in = stand_in(encoder, to_old)
         self._unusable: set[int] = set()
 
     def search(
@@ -89,7 +104,7 @@ class CandidateSearch:
 
         Args:
             item: the query, a text or an image.
-            old_vector: (E,) its vector by the old model.
+            old_vector: (E,) its vector by the old model, or by `stand_in`.
             k: number of results.
             allowed_rows: (N,) bool, the rows that may be returned; None for all.
             settings: `nprobe` and `ef_search` of `Index.search_rows`.

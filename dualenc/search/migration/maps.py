@@ -1,26 +1,30 @@
 """Linear maps from the space of one model to that of another, fitted on vectors of the same texts.
 
-Source: Drift-Adapter (Vejendla 2025, arXiv:2509.23471), which maps queries of a new model into the
-space of an old one.
+Sources: Drift-Adapter (Vejendla 2025, arXiv:2509.23471), which maps queries of a new model into the
+space of an old one; and the de-whitening of mapped word vectors (Artetxe, Labaka and Agirre 2018,
+AAAI).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from sklearn.linear_model import RidgeCV
 
+from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 from dualenc.io.files import atomic_path
 from dualenc.search.exact_search import exact_search
 
-MapKind = Literal["ridge", "rotation"]
-KINDS: tuple[MapKind, ...] = get_args(MapKind)
+MapKind = Literal["ridge", "rotation", "rescaled"]
+KINDS: tuple[MapKind, ...] = ("ridge", "rotation")
+"""Kinds that a migration chooses from for documents; queries are mapped by "rescaled"."""
 NEIGHBORS = 10
 FOLDS = 5
 """Number of folds of the cross-validation."""
@@ -51,6 +55,16 @@ class LinearMap:
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
         return mapped / np.where(lengths == 0, 1, lengths)
 
+    def tower(self) -> VectorTower:
+        """Return the map as a trainable tower of vectors (B, D)."""
+        input_dim, dim = self.weight.shape
+        tower = VectorTower("linear", input_dim, dim, None)
+        assert isinstance(tower.map, torch.nn.Linear)
+        with torch.no_grad():
+            tower.map.weight.copy_(torch.from_numpy(self.weight.T))
+            tower.map.bias.copy_(torch.from_numpy(self.bias))
+        return tower
+
     def save(self, path: Path) -> None:
         """Write a safetensors file, atomically."""
         with atomic_path(path) as part:
@@ -79,9 +93,13 @@ def fit(x: np.ndarray, y: np.ndarray, kind: MapKind = "ridge") -> LinearMap:
         y: (n, E) vectors of the new model for the same texts.
         kind: "ridge" for ridge regression, whose penalty among `PENALTIES` minimizes the exact
             leave-one-out error; "rotation" for the orthogonal map of centered vectors with the
-            least squared error (Procrustes; Schönemann 1966).
+            least squared error (Procrustes; Schönemann 1966); "rescaled" for ridge regression whose
+            results are stretched along the principal directions of y to the variance of y. Ridge
+            regression shrinks what it can hardly predict, and so ranks by few directions.
     """
-    return _rotation(x, y) if kind == "rotation" else _ridge(x, y)
+    if kind == "rotation":
+        return _rotation(x, y)
+    return _ridge(x, y) if kind == "ridge" else _rescaled(x, y)
 
 
 def _ridge(x: np.ndarray, y: np.ndarray) -> LinearMap:
@@ -103,6 +121,20 @@ def _rotation(x: np.ndarray, y: np.ndarray) -> LinearMap:
     weight = left @ right
     bias = y_mean - x_mean @ weight
     return LinearMap(np.ascontiguousarray(weight, np.float32), bias.astype(np.float32))
+
+
+def _rescaled(x: np.ndarray, y: np.ndarray) -> LinearMap:
+    """Fit by ridge regression, and restore the variance of y along its principal directions."""
+    ridge = _ridge(x, y)
+    mean = y.mean(axis=0, dtype=np.float64)
+    variances, directions = np.linalg.eigh(np.cov(y, rowvar=False, bias=True))
+    mapped = (np.asarray(x, np.float64) @ ridge.weight + ridge.bias - mean) @ directions
+    # Directions without any variance stay at the mean.
+    left = np.square(mapped).mean(axis=0).clip(min=1e-12)
+    stretch = directions * np.sqrt(variances.clip(min=0) / left) @ directions.T
+    bias = (ridge.bias - mean) @ stretch + mean
+    weight = np.ascontiguousarray(ridge.weight @ stretch, np.float32)
+    return LinearMap(weight, bias.astype(np.float32))
 
 
 def folds(count: int, seed: int = 0) -> np.ndarray:

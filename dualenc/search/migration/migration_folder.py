@@ -30,13 +30,15 @@ INDEX_FORMAT = "dualenc index"
 TEXTS = "texts"
 _INDEXES = ("old", "next")
 TEXTS_FORMAT = "dualenc texts"
+TO_OLD = "to_old.safetensors"
+"""Map of the new model's queries to the old space, which is there if the old model is gone."""
 BY_CANDIDATES = "candidates"
 """Value of the plan's entry `serves` while searches answer by candidates."""
 _EMBEDDINGS = re.compile(r"sample|embeddings-\d+")
 _CACHE = re.compile(r"candidates-[0-9a-f]+\.sqlite(-journal)?")
 _RECORDS = {"report.json": {"facts", "systems", "served"}, "documents.json": {"source"}}
 """JSON files with their entries, by which a work folder without a plan is recognized."""
-_ARRAYS = ("documents.npy", "order.npy", "map.safetensors")
+_ARRAYS = ("documents.npy", "order.npy", "map.safetensors", TO_OLD)
 
 
 def work_folder(folder: StrPath) -> Path:

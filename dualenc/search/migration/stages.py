@@ -13,6 +13,8 @@ model:
     documents.npy       its vectors (`dualenc.search.documents`)
     sample/             embeddings of a sample of the documents with the new model
     map.safetensors     the map from the old space to the new one (`dualenc.search.migration.maps`)
+    to_old.safetensors  the map of new queries to the old space, if the old model is gone
+                        (`dualenc.search.migration.stand_in`)
     order.npy           rows in the order in which they are embedded
     report.json         the measurements, written after everything above
     embeddings-50/ …    embeddings with the new model, a folder per stage, named by the number of
