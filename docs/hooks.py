@@ -12,9 +12,10 @@ from rich.console import Console
 from dualenc.cli import COMMANDS, build_app
 
 REDIRECTS = {
+    "adapt-or-migrate": "adapt",
     "choosing": "which-objective",
     "growing": "scaling-up",
-    "index-stays-valid": "adapt-or-migrate",
+    "index-stays-valid": "adapt",
 }
 """Addresses of pages that were renamed, each with the page's present name."""
 

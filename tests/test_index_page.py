@@ -1,4 +1,4 @@
-"""The page "Adapt or migrate an existing index": its commands and Python, on a small index."""
+"""The pages on adapting and migrating an index: their commands and Python, on a small index."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from dualenc.cli import main
 from tests.helpers import toy
 from tests.helpers.pages import code
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "adapt-or-migrate.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = (DOCS / "adapt.md", DOCS / "migrate.md")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the page names: index, clicks.csv, events.parquet, my_beir, other_beir,
+    """A folder with what the pages name: index, clicks.csv, events.parquet, my_beir, other_beir,
     more.jsonl, DATA with the documents of both, MODEL, NEW_MODEL and LOCAL."""
     monkeypatch.chdir(tmp_path)
     toy.text_model(tmp_path / "MODEL")
@@ -52,33 +53,25 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def commands() -> list[list[str]]:
-    """The page's commands, as lists of words, without scripts, and without those for images and
-    tables, which have their own tests: tests/commands/test_adapt_images.py,
-    test_migrate_images.py, test_migrate_table.py and tests/search/test_postgres_migrate_pushed.py.
-    """
-    blocks = [block for block in code(PAGE, "bash") if not block.startswith("#!")]
+    """The pages' commands, as lists of words, without scripts, and without those for images, which
+    have their own tests: tests/commands/test_adapt_images.py and test_migrate_images.py."""
+    scripts = [block for page in PAGES for block in code(page, "bash")]
+    blocks = [block for block in scripts if not block.startswith("#!")]
     lines = [line.partition(" #")[0] for block in blocks for line in block.splitlines()]
     found = [shlex.split(line)[1:] for line in lines if line.startswith("dualenc ")]
-    others = (
-        "images_index",
-        "postgresql://me@localhost/shop",
-        "emb-engine",
-        "http://localhost:6333",
-    )
-    return [words for words in found if not set(others) & set(words)]
+    return [words for words in found if "images_index" not in words]
 
 
 def test_every_command_and_the_python_run(shop: Path) -> None:
     """In their order, as a reader types them; the index answers in between and holds the new
     document at the end."""
     assert len(commands()) >= 8
-    # tests/search/test_qdrant_migrate.py has that for clients of Qdrant.
-    blocks = [block for block in code(PAGE, "python") if "qdrant_client" not in block]
+    blocks = [block for page in PAGES for block in code(page, "python")]
     assert len(blocks) == 2
     for words in commands():
         assert main(words) == 0, words
         assert main(["search", "index", "wing"]) == 0
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), {})
+        exec(compile(block, "docs", "exec"), {})
     assert (shop / "runs" / "mine" / "model" / "trained_documents.json").is_file()
     assert main(["search", "index", "wing flow", "--k", "301"]) == 0

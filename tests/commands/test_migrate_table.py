@@ -86,7 +86,7 @@ def test_refusals(
 
 def test_the_commands_of_the_page_run(postgres: str, toy_text: Path) -> None:
     make_table(postgres, "docs")
-    lines = "\n".join(code(ROOT / "docs" / "adapt-or-migrate.md", "bash")).splitlines()
+    lines = "\n".join(code(ROOT / "docs" / "migrate-databases.md", "bash")).splitlines()
     place = "postgresql://me@localhost/shop"
     words = [shlex.split(line)[1:] for line in lines if place in line]
     assert len(words) == 3

@@ -299,7 +299,7 @@ def test_searches_that_open_the_folder_never_fail(
 def test_the_commands_of_the_page_run(tmp_path: Path, pushed: Path) -> None:
     model = toy.text_model(tmp_path / "new", seed=1)
     names = {"emb-engine": str(pushed), "NEW_MODEL": str(model)}
-    lines = "\n".join(code(ROOT / "docs" / "adapt-or-migrate.md", "bash")).splitlines()
+    lines = "\n".join(code(ROOT / "docs" / "migrate-databases.md", "bash")).splitlines()
     commands = [shlex.split(line)[1:] for line in lines if "emb-engine" in line]
     assert len(commands) == 2
     for words in commands:

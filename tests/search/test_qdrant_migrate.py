@@ -42,7 +42,7 @@ from tests.helpers.served_qdrant import ServedClient
 pytestmark = pytest.mark.slow
 
 NAMED = [True, False]
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "adapt-or-migrate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate-databases.md"
 
 
 @pytest.fixture(autouse=True)
