@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,9 @@ from dualenc.errors import DualencError, explain
 ALLOWED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
 """Chat templates (jinja) are included, because they are rendered in a sandbox."""
 IGNORED_FILES = ["onnx/*", "openvino/*"]
+
+_LOADING = threading.RLock()
+"""Held while the settings of all threads are changed."""
 
 
 def model_folder(name: str | os.PathLike[str]) -> Path:
@@ -70,17 +74,19 @@ def quiet_loading() -> Iterator[None]:
     from transformers import dynamic_module_utils
     from transformers.utils import logging as progress
 
-    disabled = logging.root.manager.disable
-    shows_bars = progress.is_progress_bar_enabled()
-    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
-    logging.disable()
-    progress.disable_progress_bar()
-    # Seconds that a user has for the answer. With 0 transformers does not ask, and refuses.
-    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
-        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
-        if shows_bars:
-            progress.enable_progress_bar()
+    # A thread that ends would give another one, which still loads, the question about code back.
+    with _LOADING:
+        disabled = logging.root.manager.disable
+        shows_bars = progress.is_progress_bar_enabled()
+        seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+        logging.disable()
+        progress.disable_progress_bar()
+        # Seconds that a user has for the answer. With 0 transformers does not ask, and refuses.
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+        try:
+            yield
+        finally:
+            logging.disable(disabled)
+            dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+            if shows_bars:
+                progress.enable_progress_bar()

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pickle
+import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 import pytest
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, dynamic_module_utils
 
 from dualenc.encoders import (
     DualEncoder,
@@ -24,6 +27,7 @@ from dualenc.encoders import (
     load_model,
     with_map,
 )
+from dualenc.encoders.hub import quiet_loading
 from dualenc.encoders.vector import VectorTower
 from dualenc.errors import DualencError
 
@@ -328,3 +332,30 @@ def test_arguments_of_a_backbone_name_no_other_weights(key: str, tmp_path: Path)
     ImageEncoder("test_resnet", projector_dim=None).save(tmp_path / "model")
     edit(tmp_path / "model" / "config.json", model_args={key: value})
     assert f"{key} is not an argument" in refuses(lambda: load_model(tmp_path / "model"), canary)
+
+
+def test_threads_that_load_at_once_neither_ask_nor_lose_the_log() -> None:
+    seconds = dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    has_entered, may_leave = threading.Event(), threading.Event()
+    seen = []
+
+    def first() -> None:
+        with quiet_loading():
+            has_entered.set()
+            may_leave.wait(10)
+
+    def second() -> None:
+        has_entered.wait(10)
+        threading.Timer(0.1, may_leave.set).start()
+        with quiet_loading(), quiet_loading():
+            time.sleep(0.3)
+            seen.append(dynamic_module_utils.TIME_OUT_REMOTE_CODE)
+
+    threads = [threading.Thread(target=load) for load in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [0]
+    assert seconds == dynamic_module_utils.TIME_OUT_REMOTE_CODE
+    assert logging.root.manager.disable == logging.NOTSET
