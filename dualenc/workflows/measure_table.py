@@ -10,8 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from dualenc.data import Corpus
-from dualenc.data.bad_rows import BadRows
-from dualenc.data.readers.beir import read_judged_queries
 from dualenc.data.readers.sources import open_corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
@@ -22,7 +20,7 @@ from dualenc.search.engines.migration_record import SampledRow
 from dualenc.search.migration.maps import NEIGHBORS
 from dualenc.search.migration.stages import sample_size
 from dualenc.types import Vectors
-from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES
+from dualenc.workflows.migration_documents import MAX_JUDGED, MAX_QUERIES, open_judged
 from dualenc.workflows.text_vectors import text_vectors
 
 MIN_ROWS = 2
@@ -95,26 +93,14 @@ class TableSample:
                 fix="name a BEIR folder, or leave --data out",
                 where=folder,
             )
-        bad_rows = BadRows(folder)
-        ids = self.rows.ids()
-        queries, qrels = read_judged_queries(folder, "test", ids, bad_rows)
-        bad_rows.report()
-        known = set(ids)
-        judged = {}
-        for query, grades in qrels.items():
-            own = {name: grade for name, grade in grades.items() if name in known}
-            if max(own.values(), default=0) > 0:
-                judged[query] = own
-        rows = [row for row, name in enumerate(queries.ids) if name in judged]
-        if not rows:
+        judged = open_judged(folder, self.rows.ids(), ["text"])
+        if judged is None:
             raise DualencError(
                 "none of its judgements is of a row of the table",
                 fix="name a BEIR folder whose document ids are those of --id",
                 where=folder,
             )
-        kept = np.random.default_rng(0).permutation(rows)[:MAX_JUDGED]
-        chosen = queries.take(np.sort(kept))
-        return chosen, {name: judged[name] for name in chosen.ids}
+        return judged
 
     def measure(self) -> dict[str, Any]:
         """Return `facts` and `systems` of the report."""

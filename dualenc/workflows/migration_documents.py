@@ -73,7 +73,7 @@ def open_migration_documents(
     """
     source = data or index.provenance.data or ""
     corpus = _open_documents(folder, index, data, source, allow_outside)
-    judged = _open_judged(Path(source), corpus.ids, takes)
+    judged = open_judged(Path(source), corpus.ids, takes)
     if data is not None and judged is None:
         logger.info(
             "%s: lacks test judgements of these documents (qrels/test.tsv); measuring without them",
@@ -132,12 +132,18 @@ def _open_documents(
     return corpus.take(rows_in(corpus, index, folder))
 
 
-def _open_judged(
+def open_judged(
     folder: Path, indexed_ids: Sequence[str], takes: Collection[Modality]
 ) -> tuple[Corpus, Qrels] | None:
     """Return test queries of a BEIR folder and their judgements of indexed documents.
 
-    At most `MAX_JUDGED` queries that have a relevant document in the index; None without any.
+    Args:
+        folder: the folder.
+        indexed_ids: ids of the indexed documents, or of the rows of a table.
+        takes: modalities of queries that the model takes.
+
+    Returns:
+        At most `MAX_JUDGED` queries that have a relevant document in the index; None without any.
     """
     if not (folder / "qrels" / "test.tsv").is_file():
         return None

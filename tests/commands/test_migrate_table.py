@@ -101,6 +101,7 @@ def beir_table(target: str, name: str, folder: Path, old: Path) -> dict[str, str
     lines = (folder / "corpus.jsonl").read_text().splitlines()
     texts = {row["_id"]: f"{row['title']} {row['text']}" for row in map(json.loads, lines)}
     vectors = embedded(old, list(texts.values()))
+    execute(target, "CREATE EXTENSION IF NOT EXISTS vector")
     execute(target, f"CREATE TABLE {name} (id text PRIMARY KEY, body text, embedding vector(32))")
     with psycopg.connect(target) as connection:
         for (id, text), vector in zip(texts.items(), vectors):
