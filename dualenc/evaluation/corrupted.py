@@ -56,13 +56,9 @@ class SimCLRPrepare:
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int]) -> Inputs:
         """Return the inputs of one augmented view of each image."""
-        views = []
-        for item, seed in zip(items, seeds, strict=True):
-            pixels = self.augment(item, seed).permute(1, 2, 0) * 255
-            # The tower prepares images, not tensors: (H, W, 3) bytes.
-            whole = pixels.round().clamp(0, 255).to(torch.uint8)
-            views.append(Image.fromarray(whole.numpy()))
-        return self.prepare(views)
+        # The tower prepares images, not tensors.
+        pairs = zip(items, seeds, strict=True)
+        return self.prepare([self.augment.image(item, seed) for item, seed in pairs])
 
 
 def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
