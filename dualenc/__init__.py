@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dualenc.workflows.change_index import append, remove
     from dualenc.workflows.check_vectors import check
     from dualenc.workflows.embed_corpus import embed
+    from dualenc.workflows.environment import environment
     from dualenc.workflows.evaluate_corrupted import evaluate_corrupted
     from dualenc.workflows.evaluate_image_text import evaluate_image_text
     from dualenc.workflows.evaluate_probe import evaluate_probe
@@ -42,6 +43,7 @@ _PARTS = {
     "workflows.change_index": ("append", "remove"),
     "workflows.check_vectors": ("check",),
     "workflows.embed_corpus": ("embed",),
+    "workflows.environment": ("environment",),
     "workflows.evaluate_corrupted": ("evaluate_corrupted",),
     "workflows.evaluate_image_text": ("evaluate_image_text",),
     "workflows.evaluate_probe": ("evaluate_probe",),
@@ -72,6 +74,7 @@ __all__ = [
     "append",
     "check",
     "embed",
+    "environment",
     "evaluate_corrupted",
     "evaluate_engine",
     "evaluate_image_text",

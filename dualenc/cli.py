@@ -47,6 +47,7 @@ COMMANDS = (
     "evaluate probe",
     "evaluate corrupted",
     "evaluate engine",
+    "env",
 )
 """Each command is a function in the module of `dualenc.commands` named by its first word."""
 

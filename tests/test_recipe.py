@@ -519,3 +519,21 @@ def test_next_commands_name_the_data_that_a_command_can_read(
     task, _, options = evaluated.partition(" ")
     assert lines[1] == f"evaluate {task} {tmp_path}/model {options}"
     assert lines[2] == f"index {tmp_path}/model {indexed} --out {tmp_path}/index"
+
+
+@pytest.mark.parametrize(
+    ("metric", "evaluated"),
+    [
+        ("knn_accuracy", "probe {} pics --label-column kind"),
+        ("other_view_top1", "corrupted {} pics --limit 100"),
+        ("", "probe {} DATA"),
+    ],
+)
+def test_the_next_evaluation_of_images_depends_on_their_classes(metric, evaluated, tmp_path):
+    pytest.importorskip("imagecorruptions")
+    (tmp_path / "dualenc.json").write_text('{"kind": "image"}')
+    views = TABLE | {"init_args": {"path": "pics", "label_column": None}}
+    if metric == "knn_accuracy":
+        views["init_args"]["label_column"] = "kind"
+    words = next_commands(tmp_path, {"data": views, "evaluator": None}, [metric])
+    assert shlex.join(words[1]) == "evaluate " + evaluated.format(tmp_path)

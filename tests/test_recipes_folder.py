@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 from dualenc.cli import main
 from dualenc.encoders import TextEncoder, load_model, train_tokenizer
 from dualenc.recipe.resolve import read_recipe
+from dualenc.search import Index
 from dualenc.training.log import read_metrics
 from tests.helpers import toy
+from tests.helpers.image_models import save_classes
 
 FOLDER = Path(__file__).parent.parent / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
@@ -116,3 +119,57 @@ def test_the_recipe_of_a_decoder_runs_on_a_small_one(
     np.testing.assert_allclose(
         model.encode_query(questions), theirs.encode_query(questions), atol=1e-6
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_classes", [True, False])
+def test_the_recipe_of_a_folder_of_images_runs_with_its_next_commands(
+    has_classes: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With small random weights in place of the published ones."""
+    pytest.importorskip("imagecorruptions", reason="pip install 'dualenc[corruptions]'")
+    pytest.importorskip("matplotlib", reason="pip install 'dualenc[plots]'")
+    monkeypatch.chdir(tmp_path)
+    save_classes(Path("pics"), per_class=8)
+    if not has_classes:
+        for path in list(Path("pics").rglob("*.png")):
+            path.rename(Path("pics") / f"{path.parent.name}-{path.name}")
+    changes = ("model.backbone=resnet10t", "model.pretrained=false", "model.image_size=32")
+    changes += ("model.augment.init_args.size=32", "trainer.batch_size=8", "trainer.epochs=1")
+    changes += ("trainer.num_workers=0", "trainer.progress=false", "data.path=pics")
+    assert main(["train", str(FOLDER / "image_folder.yaml"), *changes]) == 0
+    printed = capsys.readouterr().out
+    assert ("knn_accuracy" if has_classes else "other_view_top1") in printed
+    commands = [
+        shlex.split(line.partition("dualenc ")[2])
+        for line in printed.splitlines()
+        if line.startswith("next:")
+    ]
+    assert [words[0] for words in commands] == ["report", "evaluate", "index"]
+    assert commands[1][1] == ("probe" if has_classes else "corrupted")
+    # Fewer corruptions than all: each takes as long as the training.
+    commands[1] += [] if has_classes else ["--corruptions", "contrast,saturate"]
+    for words in commands:
+        assert main(words) == 0
+    assert len(Index.open("runs/image_folder/index")) == 24
+
+
+@pytest.mark.slow
+def test_the_recipe_of_a_folder_of_captions_runs_on_a_small_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_classes(Path("photos"), per_class=8)
+    for path in list(Path("photos").rglob("*.png")):
+        path.with_suffix(".txt").write_text(f"a {path.parent.name} picture\nnumber {path.stem}\n")
+    toy.image_text_model(tmp_path / "clip")
+    changes = ("model.name=clip", "model.pretrained=null", "trainer.batch_size=8")
+    changes += ("trainer.num_workers=0", "trainer.progress=false", "data.path=photos")
+    assert main(["train", str(FOLDER / "image_folder_captions.yaml"), *changes]) == 0
+    printed = capsys.readouterr().out
+    assert "mean_recall" in printed
+    (index,) = [line for line in printed.splitlines() if line.startswith("next:  dualenc index")]
+    assert main(shlex.split(index.partition("dualenc ")[2])) == 0

@@ -149,7 +149,8 @@ class ImageOptions:
     """Labeled images to test, and to train probes on.
 
     Args:
-        split: split to test, by default test; a single file is tested as a whole.
+        split: split to test, by default test; of data without splits, `probe` tests a random fifth,
+            and `corrupted` all.
         train: images to train a probe on; by default (`probe`) another split of the same data, or
             (`corrupted`) none.
         train_split: split to train on.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
 STAND_IN = "DATA"  # stands for data that the next command could not read from the recipe
+LIMIT = "100"  # images to corrupt, in all 19 ways
 _INDEXED = {
     "image": ("image_column", "image"),
     "image-text": ("left_column", "image"),
@@ -76,16 +78,19 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
     if result.skipped:
         print(f"  {result.skipped} samples were left out because they could not be read")
     print_line(f"model: {result.model_folder}")
-    for words in next_commands(result.model_folder, settings):
+    for words in next_commands(result.model_folder, settings, result.metrics):
         print_line(f"next:  dualenc {shlex.join(words)}")
 
 
-def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
+def next_commands(
+    model: Path, settings: Mapping[str, Any], metrics: Collection[str] = ()
+) -> list[list[str]]:
     """Return the words after `dualenc` of the next commands: report, evaluate and index.
 
     Args:
         model: model folder of the run.
         settings: resolved recipe, whose data the commands read.
+        metrics: names of the run's metrics, which tell whether held-out images have classes.
     """
     from dualenc.encoders.load import folder_kind
     from dualenc.workflows.session import EVALUATIONS
@@ -130,9 +135,15 @@ def next_commands(model: Path, settings: Mapping[str, Any]) -> list[list[str]]:
             "train",
             "train_split",
         )
+    task = EVALUATIONS[kind][0]
+    if "knn_accuracy" in metrics and not evaluator:
+        evaluated = [data["path"], *_options(data, "label_column")]
+    elif "other_view_top1" in metrics and not evaluator and find_spec("imagecorruptions"):
+        task = "corrupted"
+        evaluated = [data["path"], "--limit", LIMIT]
     return [
         ["report", run],
-        ["evaluate", EVALUATIONS[kind][0], str(model), *evaluated],
+        ["evaluate", task, str(model), *evaluated],
         ["index", str(model), *indexed, "--out", f"{run}/index"],
     ]
 

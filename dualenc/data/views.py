@@ -92,6 +92,12 @@ class SimCLR:
             pixels = gaussian_blur(pixels, sigma, max(self.size // 20 * 2 + 1, 3))
         return pixels
 
+    def image(self, image: Image.Image, seed: int) -> Image.Image:
+        """Return the same view as an image, for preprocessing that takes images."""
+        # (3, H, W) in [0, 1] to (H, W, 3) bytes.
+        pixels = self(image, seed).permute(1, 2, 0) * 255
+        return Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
+
 
 def crop_box(height: int, width: int, min_area: float, draw: Draw) -> tuple[int, int, int, int]:
     """Return top, left, height and width in pixels of a random crop (Inception's).

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -38,6 +41,9 @@ Condition = tuple[str, int]
 
 CLEAN: Condition = ("clean", 1)
 VERSIONS_PER_FORWARD = 256
+TIMED_IMAGES = 3
+MIN_ESTIMATED = 10
+"""With fewer images an estimate would take as long as the evaluation."""
 
 
 class SimCLRPrepare:
@@ -56,13 +62,9 @@ class SimCLRPrepare:
 
     def __call__(self, items: Sequence[Image.Image], seeds: Sequence[int]) -> Inputs:
         """Return the inputs of one augmented view of each image."""
-        views = []
-        for item, seed in zip(items, seeds, strict=True):
-            pixels = self.augment(item, seed).permute(1, 2, 0) * 255
-            # The tower prepares images, not tensors: (H, W, 3) bytes.
-            whole = pixels.round().clamp(0, 255).to(torch.uint8)
-            views.append(Image.fromarray(whole.numpy()))
-        return self.prepare(views)
+        # The tower prepares images, not tensors.
+        pairs = zip(items, seeds, strict=True)
+        return self.prepare([self.augment.image(item, seed) for item, seed in pairs])
 
 
 def encoder_of(tower: Tower, output: Output) -> EncodeInputs:
@@ -201,6 +203,57 @@ def measure_versions(
             f"none of {len(indices)} images can be read", fix="check the data", where=what
         )
     return np.concatenate(blocks)
+
+
+def estimate_seconds(
+    versions: ImageVersions, encode: EncodeInputs, indices: Sequence[int], *, num_workers: int = 0
+) -> float | None:
+    """Estimate how long `measure_versions` takes, from the first readable images in this process.
+
+    Args:
+        versions: prepared versions of the images.
+        encode: function of inputs of B versions to (B, D) vectors.
+        indices: numbers of the images.
+        num_workers: number of processes that corrupt and augment.
+
+    Returns:
+        Seconds; None if fewer than two of the first images can be read, or there are only a few.
+    """
+    if len(indices) < MIN_ESTIMATED:
+        return None
+    timed = []
+    with _opencv_on_one_thread():
+        for index in indices[:TIMED_IMAGES]:
+            start = time.perf_counter()
+            _, row = versions[index]
+            prepared = time.perf_counter()
+            if not isinstance(row, DualencError):
+                encode(row)
+                timed.append((prepared - start, time.perf_counter() - prepared))
+    # The first image also loads libraries and compiles functions; forked workers inherit both.
+    if len(timed) < 2:
+        return None
+    preparing, encoding = np.mean(timed[1:], axis=0).tolist()
+    # Workers prepare the next images while this process encodes.
+    parallel = min(num_workers, os.cpu_count() or 1)
+    per_image = max(preparing / parallel, encoding) if parallel else preparing + encoding
+    num_images = len(indices[distributed.rank_slice(len(indices))])
+    return float(per_image * num_images)
+
+
+@contextmanager
+def _opencv_on_one_thread() -> Iterator[None]:
+    """Turn off OpenCV's threads in this context: workers are forked later, where they break."""
+    if importlib.util.find_spec("cv2") is None:
+        yield
+        return
+    cv2 = importlib.import_module("cv2")
+    before = cv2.getNumThreads()
+    cv2.setNumThreads(0)
+    try:
+        yield
+    finally:
+        cv2.setNumThreads(before)
 
 
 def _one_thread(worker: int) -> None:

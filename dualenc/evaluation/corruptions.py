@@ -326,7 +326,7 @@ def _choose(folder: Path, suffix: str, requested: Sequence[str]) -> tuple[str, .
         if name not in available:
             listed = ", ".join(available) or "none; is it CIFAR-C or Tiny-ImageNet-C?"
             raise DualencError(
-                "no such file or folder",
+                f"no such file or folder{nearest(name, available)}",
                 fix=f"there are {listed}",
                 where=f"{folder}/{name}{suffix}",
             )

@@ -10,6 +10,7 @@ from dualenc.training.evaluators import (
 from dualenc.training.index_evaluator import IndexEvaluator
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.trainer import Trainer, TrainingResult
+from dualenc.training.view_evaluator import ViewEvaluator
 
 __all__ = [
     "Callback",
@@ -21,4 +22,5 @@ __all__ = [
     "Trainer",
     "TrainerSettings",
     "TrainingResult",
+    "ViewEvaluator",
 ]

@@ -84,8 +84,8 @@ class TrainerSettings:
             checkpoints.
         keep_checkpoints: number of recent checkpoints to keep.
         log_every: steps between lines of metrics.jsonl.
-        held_out: share of the pairs, at most 1,000, to hold out for evaluation if no evaluator is
-            given. Default: 0.1 for recipes with 100 pairs or more, 0 from Python.
+        held_out: share of the pairs or images, at most 1,000, to hold out for evaluation if no
+            evaluator is given. Default: 0.1 for recipes with 100 or more, 0 from Python.
         seed: random seed for augmentation, dropout and batch order.
         num_workers: number of worker processes per rank that read batches. Objectives that request
             images by id get as many workers again.

@@ -13,6 +13,7 @@ from dualenc.batching.mixture_batches import MixtureBatches
 from dualenc.batching.selector import BatchSelector, RandomBatches
 from dualenc.data.mixture import Mixture
 from dualenc.data.pairs import PairDataset
+from dualenc.data.readers.image_views import ImageViews
 from dualenc.encoders.batchnorm import waits_for_others
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.encoders.text import TextEncoder
@@ -28,6 +29,7 @@ from dualenc.training.mined_negatives import check_minable
 from dualenc.training.optim import frozen
 from dualenc.training.settings import TrainerSettings
 from dualenc.training.signals import StopSignals
+from dualenc.training.view_evaluator import held_out_images_evaluator
 
 MAX_HELD_OUT = 1000
 """Maximum number of held-out pairs. More would make evaluations slow, and hardly more precise."""
@@ -162,7 +164,7 @@ class Trainer(TrainerSettings):
         The pairs to train on keep all items and ids.
         """
         share = self.held_out
-        can_split = not pairs.views and not isinstance(pairs, Mixture)
+        can_split = not isinstance(pairs, Mixture)
         if share is None:
             # A training from a recipe should end with a score.
             by_default = is_recipe and batching is None and can_split and len(pairs) >= MIN_PAIRS
@@ -176,10 +178,12 @@ class Trainer(TrainerSettings):
             )
         if not can_split:
             raise DualencError(
-                "held_out does not apply to views of images or a mixture",
+                "held_out does not apply to a mixture",
                 fix="name an evaluator",
             )
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
+        if isinstance(pairs, ImageViews):
+            return rest, held_out_images_evaluator(pairs, rest.left_id, held_out.left_id)
         if pairs.left_modality == "image" and pairs.right_modality == "text":
             return rest, ImageTextEvaluator(held_out)
         return rest, RetrievalEvaluator(pairs=held_out)

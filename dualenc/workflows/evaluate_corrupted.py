@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,10 +15,12 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.corrupted import (
     CLEAN,
     Condition,
+    EncodeInputs,
     ImageVersions,
     SimCLRPrepare,
     corruption_errors,
     encoder_of,
+    estimate_seconds,
     measure_versions,
     nearest_images,
     nearest_versions,
@@ -52,6 +55,8 @@ if TYPE_CHECKING:
 
     from dualenc.data import Corpus
     from dualenc.encoders import Tower
+
+logger = logging.getLogger("dualenc.workflows")
 
 TRAIN_BATCH = 256
 TRAIN_SPLIT = "train"
@@ -128,6 +133,8 @@ def evaluate_corrupted(
         # After the labels and the baseline, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
         measuring = _Measuring(tower, limit, seed, num_workers, progress)
+        if distributed.is_main():
+            _log_plan(measuring, source, severity, with_probe=training is not None)
         metrics, tables = _measure_retrieval(measuring, source, clean, severity)
         if training is not None:
             robustness, more_tables = _measure_robustness(
@@ -230,17 +237,66 @@ class _Measuring(NamedTuple):
             views: V augmented views of each version; 0 passes the features (m, 1, C, D) of the
                 versions without augmentation.
         """
-        prepare = SimCLRPrepare(self.tower.prepare) if views else self.tower.prepare
-        versions = ImageVersions(source, conditions, prepare, views=views, seed=self.seed)
+        versions, encode = self.open(source, conditions, views)
         return measure_versions(
             versions,
-            encoder_of(self.tower, "embedding" if views else "features"),
+            encode,
             value_of,
-            random_rows(len(versions), self.limit, self.seed).tolist(),
+            self.rows(source),
             num_workers=self.num_workers,
             what=what,
             progress=self.progress,
         )
+
+    def seconds(
+        self, source: CorruptedImages, conditions: Sequence[Condition], *, views: int = 0
+    ) -> float | None:
+        """Estimate how long `values` takes with the same arguments; None for a few images."""
+        versions, encode = self.open(source, conditions, views)
+        return estimate_seconds(versions, encode, self.rows(source), num_workers=self.num_workers)
+
+    def open(
+        self, source: CorruptedImages, conditions: Sequence[Condition], views: int
+    ) -> tuple[ImageVersions, EncodeInputs]:
+        """Return the versions of N images, and what encodes them."""
+        prepare = SimCLRPrepare(self.tower.prepare) if views else self.tower.prepare
+        versions = ImageVersions(source, conditions, prepare, views=views, seed=self.seed)
+        return versions, encoder_of(self.tower, "embedding" if views else "features")
+
+    def rows(self, source: CorruptedImages) -> list[int]:
+        """Return the numbers of the images to measure."""
+        return random_rows(len(source), self.limit, self.seed).tolist()
+
+
+def _log_plan(
+    measuring: _Measuring, source: CorruptedImages, severity: int, *, with_probe: bool
+) -> None:
+    """Log how many versions of images will be computed, and how long that will take."""
+    passes = [("retrieval", _conditions(source, [severity]), 2)]
+    if with_probe:
+        passes.append(("robustness", _conditions(source, SEVERITIES), 0))
+    num_images = len(measuring.rows(source))
+    for what, conditions, views in passes:
+        severities = len(conditions) // len(source.corruptions)
+        factors = f"{num_images:,} images × {len(source.corruptions)} corruptions"
+        factors += f" × {severities} severities" if severities > 1 else ""
+        seconds = measuring.seconds(source, conditions, views=views)
+        duration = "" if seconds is None else f"; takes {_about(seconds)}"
+        total = num_images * len(conditions)
+        logger.info("%s: %s = %s versions%s", what, factors, f"{total:,}", duration)
+
+
+def _conditions(source: CorruptedImages, severities: Sequence[int]) -> list[Condition]:
+    """Return all corruptions at all of some severities."""
+    return [(name, severity) for name in source.corruptions for severity in severities]
+
+
+def _about(seconds: float) -> str:
+    """Return a duration in words, without false precision."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"about {seconds / size:.0f} {unit}"
+    return f"about {seconds:.0f} seconds"
 
 
 def _measure_retrieval(
@@ -250,7 +306,7 @@ def _measure_retrieval(
     names = source.corruptions
     nearest = measuring.values(
         source,
-        [(name, severity) for name in names],
+        _conditions(source, [severity]),
         lambda _, views: nearest_versions(views),
         "corrupted retrieval",
         views=2,
@@ -298,8 +354,7 @@ def _measure_robustness(
     )
     is_right = _comparison(classifier, training.tested_labels)
     names = source.corruptions
-    conditions = [(name, severity) for name in names for severity in SEVERITIES]
-    correct = measuring.values(source, conditions, is_right, "robustness")
+    correct = measuring.values(source, _conditions(source, SEVERITIES), is_right, "robustness")
     # (n, K·S) hits to the mean error (K, S) of K corruptions and S severities.
     errors = 1 - correct.reshape(len(correct), len(names), len(SEVERITIES)).mean(axis=0)
     robustness: dict[str, Any] = {"images": len(correct)}

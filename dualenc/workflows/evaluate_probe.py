@@ -14,11 +14,13 @@ from dualenc.evaluation.report_page import Table
 from dualenc.types import StrPath
 from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
+    are_same_images,
     labeled_features,
     open_image_tower,
     open_images,
     require_labels,
     require_other_images,
+    split_images,
 )
 
 NEIGHBORS = 20
@@ -54,8 +56,9 @@ def evaluate_probe(
     Args:
         model: model folder or name, of kind image or image-text.
         data: images with labels: a table, a hub name, or a folder of class folders.
-        split: split to test; by default "test", and all of a single file.
-        train: images to train the probes on; by default another split of `data`.
+        split: split to test; by default "test", and a random fifth of data without splits.
+        train: images to train the probes on; by default another split of `data`, or its other
+            images.
         train_split: split to train on.
         label_column: column of a table with the labels; by default `label`.
         limit: test on a random subset of this many images.
@@ -73,13 +76,21 @@ def evaluate_probe(
     Raises:
         DualencError: if labels are missing, or the images to test are those to train on.
     """
+    is_named = split is not None or train is not None
     split = split or default_split(data)
     source = train or data
+    is_undivided = not is_named and are_same_images(source, train_split, data, split)
     # Before the folder is locked and the model loaded.
-    require_other_images(source, train_split, data, split)
+    if not is_undivided:
+        require_other_images(source, train_split, data, split)
     with evaluation_of("probe", model, data, out, device, progress) as evaluation:
-        training = open_images(source, train_split, label_column, limit=train_limit, seed=seed)
-        test = open_images(data, split, label_column, limit=limit, seed=seed)
+        if is_undivided:
+            training, test = split_images(
+                data, split, label_column, limit=limit, train_limit=train_limit, seed=seed
+            )
+        else:
+            training = open_images(source, train_split, label_column, limit=train_limit, seed=seed)
+            test = open_images(data, split, label_column, limit=limit, seed=seed)
         train_labels = require_labels(training, f"{source} ({train_split})", for_training=True)
         test_labels = require_labels(test, f"{data} ({split})")
         # Test labels are renumbered to the classes of the training images.
@@ -93,9 +104,9 @@ def evaluate_probe(
         tested = labeled_features(evaluation, "test", tower, test, test_labels, **settings)
         facts: dict[str, object] = {
             "data": data,
-            "split": split,
+            "split": "a random fifth" if is_undivided else split,
             "train": source,
-            "train_split": train_split,
+            "train_split": "the others" if is_undivided else train_split,
             "train_images": len(trained[1]),
             "test_images": len(tested[1]),
         }

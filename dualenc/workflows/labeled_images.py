@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ from dualenc.encoders import Tower, load_model
 from dualenc.errors import DualencError
 from dualenc.workflows.evaluation_folder import EvaluationFolder
 from dualenc.workflows.session import recorded_name
+
+logger = logging.getLogger("dualenc.workflows")
+
+TEST_SHARE = 0.2
 
 
 def random_rows(total: int, limit: int | None, seed: int) -> np.ndarray:
@@ -59,14 +64,51 @@ def open_images(
     return images.take(random_rows(len(images), limit, seed))
 
 
-def require_other_images(train: str, train_split: str, data: str, split: str) -> None:
-    """Raise if a probe would be tested on the images that it was trained on."""
+def split_images(
+    data: str,
+    split: str,
+    label_column: str | None = None,
+    *,
+    limit: int | None = None,
+    train_limit: int | None = None,
+    seed: int = 0,
+) -> tuple[Corpus, Corpus]:
+    """Open images without splits, and return those to train a probe on and a fifth to test.
+
+    Args:
+        data: images, see `open_images`.
+        split: the only split.
+        label_column: column of a table; by default `label`.
+        limit: test on a random subset of this many images.
+        train_limit: train on a random subset of this many images.
+        seed: random seed of the split.
+    """
+    images = open_images(data, split, label_column)
+    rows = np.random.default_rng(seed).permutation(len(images))
+    num_tested = max(1, round(TEST_SHARE * len(rows)))
+    tested, others = rows[:num_tested][:limit], rows[num_tested:][:train_limit]
+    logger.info(
+        "%s: there are no splits; %d random images are tested, and %d others train the probe",
+        data,
+        len(tested),
+        len(others),
+    )
+    return images.take(np.sort(others)), images.take(np.sort(tested))
+
+
+def are_same_images(train: str, train_split: str, data: str, split: str) -> bool:
+    """Return True if both names and splits lead to the same images."""
     parts: set[Any] = {train_split, split}
     is_same = recorded_name(train) == recorded_name(data)
     if is_same and detect(data) == "images":
         # Two split names may lead to one folder, if the folder is not divided into splits.
         parts = {split_folder(data, part) for part in parts}
-    if is_same and len(parts) == 1:
+    return is_same and len(parts) == 1
+
+
+def require_other_images(train: str, train_split: str, data: str, split: str) -> None:
+    """Raise if a probe would be tested on the images that it was trained on."""
+    if are_same_images(train, train_split, data, split):
         raise DualencError(
             "a probe would be tested on its own training images",
             fix="name other images to train on: --train",

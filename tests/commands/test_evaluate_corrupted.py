@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from dualenc.evaluation.corrupted import read_baseline
+from dualenc.workflows.evaluate_corrupted import _about
 from tests.helpers.image_models import save_cifar_c, save_splits
 from tests.helpers.in_process import evaluated, failure
 
@@ -101,3 +103,25 @@ def test_the_mean_corruption_error_is_relative_to_a_baseline(
         capsys, "evaluate", "corrupted", image_model, data, "--baseline", baseline
     )
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+def test_the_plan_comes_first(
+    image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate(tmp_path / "few", image_model, data, *FEW, "--train", data, "--limit", "6")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "retrieval: 6 images × 3 corruptions = 18 versions"
+    assert lines[1] == "robustness: 6 images × 3 corruptions × 5 severities = 90 versions"
+    evaluate(tmp_path / "more", image_model, data, *FEW, "--split", "train")
+    first, *_ = capsys.readouterr().out.splitlines()
+    line = r"retrieval: 30 images × 3 corruptions = 90 versions; takes about \d+ (second|minute)s"
+    assert re.fullmatch(line, first)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(3, "3 seconds"), (119, "119 seconds"), (150, "2 minutes"), (7300, "2 hours")],
+)
+def test_durations_are_rounded(seconds: float, words: str) -> None:
+    assert _about(seconds) == f"about {words}"

@@ -13,6 +13,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from dualenc.data import open_corpus
 from dualenc.data.labels import align_labels
 from dualenc.encoders import load_model
+from dualenc.search import Embeddings
 from dualenc.search.embed.encode import embed
 from dualenc.workflows.labeled_images import open_images
 from tests.helpers.image_models import save_splits
@@ -108,3 +109,30 @@ def test_images_without_a_label_are_left_out_and_counted(
     for name, row in metrics["accuracy"].items():
         assert row["accuracy"] == expected[name]["accuracy"]
     assert "skipped 6 bad samples: 6 image without a label (first: 30)" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_folder_without_splits_is_split_at_random(
+    image_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = evaluate(tmp_path / "out", image_model, data / "train")
+    assert (metrics["train_images"], metrics["test_images"]) == (24, 6)
+    assert (metrics["split"], metrics["train_split"]) == ("a random fifth", "the others")
+    line = "there are no splits; 6 random images are tested, and 24 others train the probe"
+    assert line in capsys.readouterr().out
+    parts = [
+        set(Embeddings.open(tmp_path / "out" / "features" / part).ids) for part in ("train", "test")
+    ]
+    assert not parts[0] & parts[1]
+    assert parts[0] | parts[1] == set(open_corpus(data / "train", modality="image").ids)
+
+
+@pytest.mark.slow
+def test_without_test_images_those_of_val_are_tested(
+    image_model: Path, data: Path, tmp_path: Path
+) -> None:
+    expected = evaluate(tmp_path / "expected", image_model, data)["accuracy"]
+    (data / "test").rename(data / "val")
+    metrics = evaluate(tmp_path / "out", image_model, data)
+    assert metrics["split"] == "val"
+    assert metrics["accuracy"] == expected

@@ -61,7 +61,7 @@ REFUSALS = [
     ("probe {text} {splits}", "is of kind query-document and does not encode images"),
     ("probe {image} {flat} --train {splits}", "the images lack labels"),
     (
-        "probe {image} {colours}",
+        "probe {image} {colours} --split train",
         "a probe would be tested on its own training images; "
         "name other images to train on: --train",
     ),
@@ -74,7 +74,8 @@ REFUSALS = [
         "corrupted {image} {colours} --train {colours}/",
         "a probe would be tested on its own training images",
     ),
-    ("probe {image} {few.txt}", "name other images to train on: --train"),
+    ("probe {image} {few.txt}", "(train): the images lack labels"),
+    ("probe {image} {flat}", "the images lack labels"),
     ("probe {image} {pink}", "class pink is not among the 3 classes"),
     (
         "corrupted {image} {splits} --corruptions fogg,fog",

@@ -3,6 +3,7 @@ known cases."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from dualenc.evaluation.corrupted import (
     CLEAN,
     ImageVersions,
     corruption_errors,
+    estimate_seconds,
     measure_versions,
     nearest_images,
     nearest_versions,
@@ -173,6 +175,32 @@ def test_too_small_images_are_one_line_from_any_process(workers: int) -> None:
             versions, encode, lambda _, features: features, range(2), num_workers=workers
         )
     assert "\n" not in str(error.value)
+
+
+class Slow(CleanImages):
+    """Images that take 20 ms each, and the first one 300 ms, as if a library had to be loaded."""
+
+    def image(self, index: int, corruption: str, severity: int) -> Image.Image:
+        time.sleep(0.3 if index == 0 else 0.02)
+        return super().image(index, corruption, severity)
+
+
+@pytest.mark.slow
+def test_the_estimate_leaves_the_first_image_out_and_divides_by_workers() -> None:
+    versions = ImageVersions(Slow(pictures(100)), [CLEAN], prepare)
+    alone = estimate_seconds(versions, encode, range(100))
+    assert alone is not None
+    assert 2 <= alone < 6
+    parallel = estimate_seconds(versions, encode, range(100), num_workers=2)
+    assert parallel is not None
+    assert parallel < 0.8 * alone
+
+
+def test_few_or_unreadable_images_are_not_timed() -> None:
+    few = ImageVersions(CleanImages(pictures(9)), [CLEAN], prepare)
+    assert estimate_seconds(few, encode, range(9)) is None
+    bad = ImageVersions(CleanImages(WithBad(pictures(12), {0, 1})), [CLEAN], prepare)
+    assert estimate_seconds(bad, encode, range(12)) is None
 
 
 ERRORS = np.array([[0.1, 0.3], [0.2, 0.6]])

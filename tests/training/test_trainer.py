@@ -415,7 +415,10 @@ SIZES = {"num_left": 38, "num_right": 38}
         ({"batching": RandomBatches(24, 8)}, "batches of 8 of 24 pairs, but batch_size is 6"),
         ({"batching": RandomBatches(30, 6)}, "batches of 6 of 30 pairs"),
         ({"batching": RandomBatches(24, 6), "held_out": 0.1}, "batching is for all pairs"),
-        ({"pairs": ImageViews([None] * 24), "held_out": 0.1}, "held_out does not apply to views"),
+        (
+            {"pairs": Mixture({"a": tiny_pairs(), "b": tiny_pairs()}), "held_out": 0.1},
+            "held_out does not apply to a mixture",
+        ),
         ({"mixed_precision": "half"}, "mixed_precision is 'half'; .*'bf16'"),
         ({"tracker": "tensorbord"}, "tracker 'tensorbord'"),
         ({"freeze": ["left.*", "right.nothing*"]}, r"'right\.nothing\*' matches no weight"),
@@ -556,7 +559,7 @@ def test_recipes_hold_a_tenth_out_of_a_hundred_pairs_or_more():
         (tiny_pairs(120), True, 108),
         (tiny_pairs(120), False, 120),
         (tiny_pairs(99), True, 99),
-        (ImageViews([None] * 120), True, 120),
+        (ImageViews([None] * 120), True, 108),
     ):
         rest, evaluator = trainer._hold_out(pairs, None, is_recipe)
         assert len(rest) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from dualenc.data.readers.hub_data import has_configuration
-from dualenc.data.readers.images import IMAGE_SUFFIXES, is_image
+from dualenc.data.readers.images import IMAGE_SUFFIXES, held_out_split, is_image
 from dualenc.data.readers.lines import COMPRESSIONS, file_format
 from dualenc.data.readers.read_options import ONLY_SPLIT
 from dualenc.data.readers.table_files import (
@@ -166,8 +166,13 @@ def _configurations(folder: Path) -> set[str]:
 
 
 def default_split(source: StrPath) -> str:
-    """Return the split to evaluate by default: a source's only split, otherwise test."""
+    """Return the split to evaluate by default: a source's only split, otherwise test.
+
+    For a folder of images without test, another held-out split such as val.
+    """
     kind = detect_locally(source)
+    if kind == "images":
+        return held_out_split(source)
     if kind == "folder" and not has_splits(split_tables(with_home(Path(source)))):
         return ONLY_SPLIT
     return ONLY_SPLIT if kind in ("tars", "vectors", "saved", "files") else "test"

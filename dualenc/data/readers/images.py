@@ -6,6 +6,7 @@ import os
 import unicodedata
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from PIL import Image
@@ -64,6 +65,17 @@ def split_folder(folder: StrPath, split: str) -> Path:
     if subfolders and only_splits:
         check_split(folder, split, subfolders)
     return root
+
+
+def held_out_split(folder: StrPath) -> str:
+    """Return test, or another split of a folder of images to evaluate on, such as val."""
+    for split in ("test", "testing", "val", "valid", "validation", "dev"):
+        with suppress(DualencError):
+            split_folder(folder, split)
+            if split != "test":
+                report_once(f"{folder}: the images in {split} are evaluated")
+            return split
+    return "test"
 
 
 def is_image(path: Path) -> bool:
