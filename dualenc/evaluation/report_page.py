@@ -69,7 +69,7 @@ class Figure(NamedTuple):
         Figure("loss", lines({"first": ([0, 1], [2.0, 1.5])}))
 
     Attributes:
-        caption: text below the plot.
+        caption: text above the plot.
         plot: figure of matplotlib.
     """
 

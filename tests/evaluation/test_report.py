@@ -66,6 +66,15 @@ def test_the_page_shows_everything_escaped_and_loads_nothing(page: Path) -> None
     assert all(source.startswith("data:image/") for source in sources)
 
 
+@pytest.mark.slow
+def test_on_paper_a_table_has_all_its_rows_and_a_curve_its_heading(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
+    # On a screen a long table scrolls; on paper its rows would be cut off.
+    [printed] = re.findall(r"@media print \{(.*?)\n  \}", html, flags=re.DOTALL)
+    assert re.search(r"\.scroll \{[^}]*max-height: none", printed)
+    assert re.search(r"<figure><figcaption>Lines</figcaption><img ", html)
+
+
 @pytest.mark.parametrize("name", [r"$\frac{", "<script>", "\x1b[2J"])
 def test_names_in_plots_stay_names(name: str) -> None:
     """Names of folders are no mathematics and no markup."""
