@@ -83,6 +83,17 @@ def test_names_in_plots_stay_names(name: str) -> None:
     assert name.replace("\x1b", r"\x1b") in "".join(ElementTree.fromstring(svg).itertext())
 
 
+def test_nine_curves_differ_and_their_legend_covers_none() -> None:
+    names = [f"run {number}" for number in range(9)]
+    figure = plots.lines({name: ([1, 2], [1, 2]) for name in names})
+    drawn = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == len(names)
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+    assert [text.get_text() for text in legend.get_texts()] == names
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
