@@ -77,8 +77,8 @@ def held_out_quality(group: Sequence[Seeds], column: int) -> Curves:
 
 
 def drawn(curves: Curves, xlabel: str, ylabel: str, log: bool = False) -> Figure:
-    """Draw curves with their legend beside them."""
-    figure = Figure(figsize=(7.6, 3.4), layout="constrained")
+    """Draw curves with their legend below them, narrow enough to be read on a telephone."""
+    figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
     curves = {name: points for name, points in curves.items() if points}
     for (name, points), color in zip(curves.items(), COLORS[: len(curves)], strict=True):
@@ -93,7 +93,7 @@ def drawn(curves: Curves, xlabel: str, ylabel: str, log: bool = False) -> Figure
         axes.set_xscale("log")
         axes.set_xticks(ticks, [f"{at:,}" for at in ticks])
         axes.set_xticks([], minor=True)
-    figure.legend(frameon=False, loc="outside right")
+    figure.legend(frameon=False, loc="outside lower center", ncols=2)
     return figure
 
 
@@ -124,7 +124,7 @@ def memory(
 
     curves = test_quality(group, OF_MEMORY, needed)
     canvas = drawn(curves, "MiB of a training step beside the weights (numbers: B)", QUALITY)
-    style = {"textcoords": "offset points", "fontsize": 7}
+    style = {"textcoords": "offset points", "fontsize": 9}
     for each in group:
         if each.objective in OF_MEMORY and needed(each):
             place = needed(each), each.mean("test")

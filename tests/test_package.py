@@ -63,7 +63,7 @@ def test_extras_that_errors_and_documents_name_exist() -> None:
         for names in re.findall(r"""["'](?:dualenc|\.)\[([\w,]+)\]["']""", text)
         for name in names.split(",")
     }
-    assert {"plots", "lora", "test"} <= named
+    assert {"plots", "lora", "postgres"} <= named
     assert named <= set(EXTRAS)
 
 

@@ -177,7 +177,7 @@ def _print_result(result: AdaptResult) -> None:
 
     print_line(result.finding)
     if result.quality:
-        print_table(result.table())
+        print_table(result.short_table())
     for line in result.notices():
         print_line(line)
     # The page without curves is not a failure: matplotlib is an extra.

@@ -138,7 +138,7 @@ def _print_report(report: MigrationReport) -> None:
 
     facts = [{"what": name, "value": value} for name, value in report.facts.items()]
     print_table(Table("Change of model", facts))
-    print_table(report.table())
+    print_table(report.short_table())
     # The first share of new vectors at which the index answers with the new model.
     share = min(report.served)
     if report.meanwhile == "candidates":

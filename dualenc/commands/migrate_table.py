@@ -130,7 +130,7 @@ def _print_table_report(report: TableReport) -> None:
     facts = [{"what": name, "value": value} for name, value in report.facts.items()]
     print_table(Table("Change of model", facts))
     if report.systems:
-        print_table(report.table())
+        print_table(report.short_table())
 
 
 def _describe_table(report: TableReport, again: str) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import shutil
 import textwrap
 from collections.abc import Mapping
+from itertools import takewhile, zip_longest
 from pathlib import Path
 
 import yaml
 
 from dualenc.errors import DualencError, nearest
-
-FOLDER = Path(__file__).parents[1] / "recipes"
+from dualenc.recipe.packaged import packaged_recipes, recipe_name
 
 
 def recipe(name: str | None = None, *, keys: bool = False) -> None:
@@ -25,13 +26,13 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
         keys: print every key of the recipe's classes instead, with types, defaults and
             descriptions.
     """
-    paths = {path.stem.replace("_", "-"): path for path in sorted(FOLDER.glob("*.yaml"))}
+    paths = packaged_recipes()
     if name is None:
         if keys:
             raise DualencError("--keys is for one recipe", fix="name it, see dualenc recipe")
         _print_list(paths)
         return
-    label = name.removesuffix(".yaml").replace("_", "-")
+    label = recipe_name(name)
     if label not in paths:
         raise DualencError(
             f"unknown recipe '{name}'{nearest(label, paths)}", fix="see dualenc recipe"
@@ -42,16 +43,26 @@ def recipe(name: str | None = None, *, keys: bool = False) -> None:
 
 
 def _print_list(paths: Mapping[str, Path]) -> None:
-    """Print the name and the first comment of each recipe."""
-    # Each recipe begins with a comment that says what it is for.
-    width = max(map(len, paths))
+    """Print the name and the first sentence of each recipe."""
+    start = max(map(len, paths)) + 4
+    columns = shutil.get_terminal_size().columns
     for label, path in paths.items():
-        first_line = path.read_text(encoding="utf-8").splitlines()[0]
-        print(f"  {label:<{width}}  {first_line.removeprefix('# ')}")
+        sentence = _first_sentence(path.read_text(encoding="utf-8"))
+        width = max(columns - start, 24)
+        for name, line in zip_longest([label], textwrap.wrap(sentence, width), fillvalue=""):
+            print(f"  {name:<{start - 2}}{line}")
     print()
-    print(
-        "next: dualenc recipe text-pairs > mine.yaml; dualenc train mine.yaml data.path=pairs.csv"
-    )
+    print("next:  dualenc recipe text-pairs > mine.yaml")
+    print("       dualenc train mine.yaml data.path=pairs.csv")
+
+
+def _first_sentence(text: str) -> str:
+    """Return what a recipe is for: the sentence that its first comment begins with."""
+    # Commands below it are indented.
+    lines = takewhile(lambda line: re.match(r"# \S", line), text.splitlines())
+    comment = " ".join(line.removeprefix("# ") for line in lines)
+    # "et al. 2024" ends no sentence.
+    return re.split(r"(?<=\.) (?=[A-Z])", comment)[0]
 
 
 def _keys(text: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dualenc.errors import DualencError
 from dualenc.evaluation.metrics import Qrels, Run, paired_bootstrap, score_queries
-from dualenc.evaluation.report_page import Table
+from dualenc.evaluation.report_page import Table, as_interval
 from dualenc.evaluation.retrieval import first_documents, retrieve
 from dualenc.search.exact_search import exact_search
 from dualenc.search.migration.maps import MapKind, neighbours, overlap
@@ -372,12 +372,7 @@ def served_shares(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def sample_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the rows of `summarize` as a table with a caption."""
-    return Table("On the sample [95 % interval]", table_rows(rows))
-
-
-def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
-    """Format the rows of `summarize`: a mean with its interval in each cell.
+    """Return the rows of `summarize` as a table for a page: each mean with its interval.
 
     Args:
         rows: rows of `summarize`.
@@ -388,11 +383,33 @@ def table_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
         for name, values in row.items():
             if name != "system":
                 # Differences have a sign.
-                sign = "+" if name.endswith("old") else ""
-                mean, low, high = [f"{value:{sign}.3f}" for value in values]
-                cell[name] = f"{mean} [{low}, {high}]"
+                cell[name] = as_interval(*values, signed=name.endswith("old"))
         cells.append(cell)
-    return cells
+    return Table("On the sample [95 % interval]", cells)
+
+
+def short_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the rows of `summarize` as a table of 80 columns.
+
+    Args:
+        rows: rows of `summarize`.
+    """
+    main = "ndcg@10" if is_judged(rows) else "recall@10"
+    names = _names(rows)
+    compared_with = reference(names)
+    cells = []
+    for row in rows:
+        name = row["system"]
+        # All others are of the new model, as the caption says.
+        short = name if name == OLD else name.removeprefix("new model, ")
+        cell: dict[str, object] = {"": short, main: f"{row[main][0]:.3f}"}
+        is_reference = name == compared_with
+        own = row[f"{main} - old"]
+        cell["difference [95 %]"] = "" if is_reference else as_interval(*own, signed=True)
+        cell["recall@10"] = f"{row['recall@10'][0]:.3f}"
+        cells.append(cell)
+    other = "the old model" if compared_with == OLD else "mapped queries, old vectors"
+    return Table(f"The new model on the sample; differences are from {other}", cells)
 
 
 def check_report(report: Mapping[str, Any], path: StrPath) -> None:

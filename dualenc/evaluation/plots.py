@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 # Okabe & Ito's palette, which color-blind readers can distinguish.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+DASHES = ("-", "--", ":", "-.")
 MISSING = "drawing curves needs the package matplotlib: pip install 'dualenc[plots]'"
 
 
@@ -44,7 +46,10 @@ def lines(
     # An optional package, which takes a second to import.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    # Paths of runs are long: with two columns of them the legend would be wider than the figure.
+    columns = 2 if max(map(len, series), default=0) <= 32 else 1
+    legend_rows = math.ceil(len(series) / columns) if len(series) > 1 else 0
+    figure = Figure(figsize=(6.4, 3.6 + 0.22 * legend_rows), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
@@ -57,11 +62,13 @@ def lines(
             y,
             label=literal(name),
             color=COLORS[number % len(COLORS)],
+            # More curves than colors are told apart by their dashes.
+            linestyle=DASHES[number // len(COLORS) % len(DASHES)],
             marker=marker,
             markersize=4,
         )
     if len(series) > 1:
-        axes.legend(frameon=False)
+        figure.legend(frameon=False, loc="outside lower center", ncols=columns)
     return figure
 
 

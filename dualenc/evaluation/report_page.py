@@ -69,7 +69,7 @@ class Figure(NamedTuple):
         Figure("loss", lines({"first": ([0, 1], [2.0, 1.5])}))
 
     Attributes:
-        caption: text below the plot.
+        caption: text above the plot.
         plot: figure of matplotlib.
     """
 
@@ -90,6 +90,22 @@ def as_text(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return str(value)
+
+
+def as_interval(mean: float, low: float, high: float, *, signed: bool = False) -> str:
+    """Format a mean and its interval for one column: "0.127 [0.094, 0.161]".
+
+    The interval of one query, or of queries with equal scores, has no width and is left out.
+
+    Args:
+        mean: the mean.
+        low: lower end of the interval.
+        high: upper end.
+        signed: show the sign of positive numbers, too.
+    """
+    sign = "+" if signed else ""
+    shown = [f"{value:{sign}.3f}" for value in (mean, low, high)]
+    return shown[0] if low == high else f"{shown[0]} [{shown[1]}, {shown[2]}]"
 
 
 def _is_number(value: object) -> bool:

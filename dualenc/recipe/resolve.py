@@ -27,6 +27,7 @@ import yaml
 
 from dualenc.errors import DualencError
 from dualenc.recipe.check import CLASS_KEYS, FILLED, build, check_keys, check_value
+from dualenc.recipe.packaged import remedy_for_missing
 from dualenc.recipe.yaml_files import RecipeLoader
 from dualenc.types import one_or_several
 
@@ -174,7 +175,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"cannot be read ({' '.join(str(error).split())})"
-        raise DualencError(problem, fix="name a recipe in YAML", where=path) from None
+        is_missing = isinstance(error, FileNotFoundError)
+        fix = remedy_for_missing(path) if is_missing else "name a recipe in YAML"
+        raise DualencError(problem, fix=fix, where=path) from None
     if not isinstance(settings, dict):
         raise DualencError(
             "is not a mapping of sections",

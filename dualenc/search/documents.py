@@ -366,7 +366,9 @@ def _write_once(documents: Embeddings, path: Path, source: str, *, scale: bool) 
     header = {"descr": "<f2", "fortran_order": False, "shape": (len(documents), documents.dim)}
     blocks = Database(documents, "cosine" if scale else "ip").blocks()
     with (
-        tqdm(total=len(documents), desc="documents", unit=" vectors", delay=2) as bar,
+        tqdm(
+            total=len(documents), desc="documents", unit=" vectors", unit_scale=True, delay=2
+        ) as bar,
         atomic_path(path) as part,
         open(part, "wb") as stream,
     ):

@@ -150,7 +150,7 @@ class BestModel:
         """Return the metrics of the main process, on every rank."""
         if self.evaluator is None:
             return {}
-        moment = f"after step {step}" if step else "before training"
+        moment = f"step {step}" if step else "before training"
         # Any callable may be an evaluator; only subclasses have these methods.
         if isinstance(self.evaluator, Evaluator):
             self.evaluator.describe(moment if self.progress else "")

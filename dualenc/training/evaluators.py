@@ -52,12 +52,14 @@ class Evaluator(ABC):
     Attributes:
         primary: name of the metric that selects the best weights; higher is better.
         data: name of the data, and its split or None.
+        source: path of the data as the user named it, for messages; "" for pairs.
         modalities: "text" or "image" by side, for the items to embed; empty if any model fits.
         batch_size: number of items to encode at a time.
     """
 
     primary: str
     data: tuple[str, str | None] = ("held-out data", None)
+    source: str = ""
     modalities: Mapping[Side, Modality] = MappingProxyType({})
     batch_size: int = 64
     _moment: str = ""
@@ -99,7 +101,8 @@ class Evaluator(ABC):
             what: description of the items, for the progress bar and the report.
             named: further arguments of `dualenc.search.embed.encode.embed`.
         """
-        progress = f"{self._moment}: embed {what}" if self._moment else False
+        # "queries of scifact" are "queries" on the bar, which has a line of 80 columns.
+        progress = f"{self._moment}: {what.partition(' of ')[0]}" if self._moment else False
         options: dict[str, Any] = {"batch_size": self.batch_size, "stopped": self._stopped, **named}
         embeddings = embed(model.tower(side), corpus, progress=progress, **options)
         num_skipped = embeddings.provenance.skipped
@@ -199,6 +202,7 @@ class RetrievalEvaluator(Evaluator):
         check_settings("RetrievalEvaluator", batch_size, primary, METRICS)
         if path is not None and pairs is None:
             self.name = Path(path).resolve().name
+            self.source = os.fspath(path)
             self.collection = read_beir(str(path), split)
         elif path is None and pairs is not None:
             self.name = "held-out pairs"

@@ -137,7 +137,7 @@ class RunLog:
         self.bar = tqdm(
             total=total_steps,
             desc="training",
-            unit="step",
+            unit=" steps",
             disable=not (progress and self.is_active),
             # In a log file every update is a line.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,
@@ -187,14 +187,11 @@ class RunLog:
         self._show(values)
 
     def _show(self, values: Mapping[str, float]) -> None:
-        """Show loss, learning rate and throughput next to the bar."""
-        loss = "loss" if "loss" in values else "batch_estimate"
-        short_names = {loss: loss, "learning_rate": "lr", "samples_per_second": "samples/s"}
-        shown = {
-            short: f"{values[name]:.3g}" for name, short in short_names.items() if name in values
-        }
-        if shown:
-            self.bar.set_postfix(shown, refresh=False)
+        """Show the loss next to the bar; 80 columns have no room for more."""
+        for name in ("loss", "batch_estimate"):
+            if name in values:
+                self.bar.set_postfix_str(f"{name} {values[name]:.3g}", refresh=False)
+                return
 
     def info(self, line: str) -> None:
         """Log a line for the user, and print it above the progress bar if there is one."""

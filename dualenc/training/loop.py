@@ -291,7 +291,8 @@ class Loop:
         self.objective.to(self.device)
         self.bad = dict(state["bad"])
         self.resumed_at = self.steps
-        self.log.bar.update(self.steps)
+        # Not by `update`, which would count them as steps of this process.
+        self.log.bar.initial = self.log.bar.n = self.steps
 
     def all_bad(self) -> dict[int, str]:
         """Return the reason for each pair skipped so far, by index. All ranks call it together."""
@@ -332,6 +333,9 @@ class Loop:
         batches = self.plan.selected
         if batches is None:
             batches = np.asarray(self.batching.select(self.epoch), dtype=np.int64)
+        if not self.is_begun:
+            # What came before the first step, such as an evaluation, says nothing about the others.
+            self.log.bar.unpause()
         clock = time.perf_counter()
         group: list[LoadedBatch] = []
         for batch in self.loader.batches(batches, self.epoch, start=self.batch):
@@ -512,7 +516,8 @@ class Loop:
             logged = {f"evaluation/{name}": value for name, value in metrics.items()}
             self.log.write(self.steps, logged)
             value = f"{self.best.primary} {metrics[self.best.primary]:.4f}"
-            data, _ = evaluated_data(self.best.evaluator)
+            name, _ = evaluated_data(self.best.evaluator)
+            data = getattr(self.best.evaluator, "source", "") or name
             self.log.info(f"step {self.steps}: {value} on {data}")
         return True
 

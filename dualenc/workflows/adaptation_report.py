@@ -11,7 +11,7 @@ import numpy as np
 
 from dualenc.evaluation.metrics import paired_bootstrap
 from dualenc.evaluation.plots import can_draw, lines
-from dualenc.evaluation.report_page import Figure, Table
+from dualenc.evaluation.report_page import Figure, Table, as_interval
 from dualenc.types import Modality
 from dualenc.workflows.adaptation_choice import Choice, Compared, pool
 from dualenc.workflows.adapting import BASE, ORIGINAL, Interpolated, harmless_share
@@ -73,13 +73,42 @@ class AdaptResult:
         kept = f"kept of the {self.of} weights: {self.keep:g}"
         if self.start_from is not None:
             kept += f"; original: the model of {self.start_from}, base: that of the index"
-        return Table(f"nDCG@10 over all documents ({kept}), 95 % intervals", self.quality)
+        rows = []
+        for row in self.quality:
+            cells = {name: value for name, value in row.items() if name not in _DIFFERENCE}
+            rows.append({**cells, "difference [95 % interval]": _difference(row)})
+        return Table(f"nDCG@10 over all documents ({kept})", rows)
+
+    def short_table(self) -> Table:
+        """Return the main numbers as a table of 80 columns."""
+        # The base model is there if the run continues from another one.
+        names = [name for name in ("base", "original", "adapted") if name in self.quality[0]]
+        rows = []
+        for row in self.quality:
+            scores = " → ".join(f"{row[name]:.3f}" for name in names if name in row)
+            cells: dict[str, object] = {"queries of": row["queries of"], "count": row["queries"]}
+            cells |= {"nDCG@10": scores, "difference [95 %]": _difference(row)}
+            if ROCCHIO in row:
+                cells[ROCCHIO] = f"{row[ROCCHIO]:.3f}"
+            rows.append(cells)
+        kept = f"kept of the {self.of} weights: {self.keep:g}"
+        return Table(f"nDCG@10 over all documents, {' → '.join(names)} ({kept})", rows)
 
     def notices(self) -> list[str]:
         """Return what each second task loses, or that nothing was measured."""
         if self.quality:
             return list(self.forgetting)
         return ["nothing was measured: no query was held out, and no --test was named"]
+
+
+_DIFFERENCE = ("difference", "from", "to")
+"""Entries of a row of `quality` with the difference of the models and its interval."""
+
+
+def _difference(row: Mapping[str, object]) -> str:
+    """Return the difference of a row of `quality` with its interval."""
+    mean, low, high = (float(str(row[name])) for name in _DIFFERENCE)
+    return as_interval(mean, low, high, signed=True)
 
 
 def quality_rows(compared: Mapping[str, Compared]) -> list[dict[str, object]]:

@@ -193,9 +193,19 @@ def _evaluate(
             ", ".join(collections),
             _facts(split, settings),
             {"systems": metrics_document(results)},
-            [Table("Retrieval", summary_rows(results)), Table("All metrics", cutoff_rows(results))],
+            [_summary(results), Table("All metrics", cutoff_rows(results))],
         )
     )
+
+
+def _summary(results: Sequence[Result]) -> Table:
+    """Return the main metrics; what is equal in all rows is in the caption."""
+    rows = summary_rows(results)
+    about = [(row.pop("data"), row.pop("queries"), row.pop("documents")) for row in rows]
+    if len(set(about)) > 1:
+        return Table("Retrieval", summary_rows(results))
+    data, queries, documents = about[0]
+    return Table(f"Retrieval on {data}: {queries:,} queries, {documents:,} documents", rows)
 
 
 def _open_encoder(

@@ -132,6 +132,10 @@ class MigrationReport:
         """Return the measurements as a table with a caption."""
         return measures.sample_table(self.systems)
 
+    def short_table(self) -> Table:
+        """Return the main measurements as a table of 80 columns."""
+        return measures.short_table(self.systems)
+
 
 def migrate(
     index: str,

@@ -125,7 +125,7 @@ def judged_questions(
         truth="judged documents",
         scores=lambda systems: measures.judged_scores(systems, *ids),
         candidates=candidates,
-        candidates_from=f"sampled documents among the first {NUM_CANDIDATES} of all",
+        candidates_from=f"sampled ones among the first {NUM_CANDIDATES} of all",
     )
 
 

@@ -69,7 +69,7 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     for name in _drawn_names(runs):
         # A run without this metric would draw an empty line, and stand in the legend.
         curves = {each.name: curve for each in runs if (curve := each.curve(name))[0]}
-        figures.append(Figure(name, lines(curves, xlabel="step")))
+        figures.append(Figure(name, lines(curves, xlabel="step", ylabel=name)))
     facts = {each.name: f"{each.lines[-1]['step']:,} steps" for each in runs}
     title = "Training" if len(runs) == 1 else "Trainings side by side"
     write_report(target, title, facts=facts, figures=figures, tables=tables)

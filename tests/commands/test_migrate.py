@@ -91,7 +91,7 @@ def test_report_comes_first_and_holds_the_numbers_of_evaluate(
         row = systems[f"{model} model, {model} vectors"]
         for name in ("ndcg@10", "recall@10"):
             assert row[name][0] == pytest.approx(metrics[name], abs=tolerance)
-            assert f"{row[name][0]:.3f} [" in printed
+            assert f" {row[name][0]:.3f} " in printed
     page = Path(f"{index}.migration.html").read_text()
     assert "new model, mapped vectors" in page
     assert "seconds for the others, estimated" in page

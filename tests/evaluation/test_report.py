@@ -5,14 +5,25 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from rich.cells import cell_len
 
+from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation import plots
 from dualenc.evaluation.layout import shorten
-from dualenc.evaluation.report_page import Figure, Table, as_text, print_table, write_report
+from dualenc.evaluation.report_page import (
+    Figure,
+    Table,
+    as_interval,
+    as_text,
+    print_table,
+    write_report,
+)
+from dualenc.search.migration.stages import SHARES
 
 NASTY = "<script>document.title='owned'</script> & \"quotes\" \x1b[2J"
 
@@ -55,12 +66,32 @@ def test_the_page_shows_everything_escaped_and_loads_nothing(page: Path) -> None
     assert all(source.startswith("data:image/") for source in sources)
 
 
+@pytest.mark.slow
+def test_on_paper_a_table_has_all_its_rows_and_a_curve_its_heading(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
+    # On a screen a long table scrolls; on paper its rows would be cut off.
+    [printed] = re.findall(r"@media print \{(.*?)\n  \}", html, flags=re.DOTALL)
+    assert re.search(r"\.scroll \{[^}]*max-height: none", printed)
+    assert re.search(r"<figure><figcaption>Lines</figcaption><img ", html)
+
+
 @pytest.mark.parametrize("name", [r"$\frac{", "<script>", "\x1b[2J"])
 def test_names_in_plots_stay_names(name: str) -> None:
     """Names of folders are no mathematics and no markup."""
     svg = plots.as_svg(plots.lines({name: ([1, 2], [0.5, 0.25]), "other": ([1, 2], [0.5, 0.25])}))
     assert "<script" not in svg
     assert name.replace("\x1b", r"\x1b") in "".join(ElementTree.fromstring(svg).itertext())
+
+
+def test_nine_curves_differ_and_their_legend_covers_none() -> None:
+    names = [f"run {number}" for number in range(9)]
+    figure = plots.lines({name: ([1, 2], [1, 2]) for name in names})
+    drawn = figure.axes[0].get_lines()
+    assert len({(line.get_color(), line.get_linestyle()) for line in drawn}) == len(names)
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+    assert [text.get_text() for text in legend.get_texts()] == names
 
 
 @pytest.mark.parametrize(
@@ -76,6 +107,40 @@ def test_names_in_plots_stay_names(name: str) -> None:
 )
 def test_values_as_a_reader_wants_them(value: object, text: str) -> None:
     assert as_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "signed", "text"),
+    [
+        ((0.12749, 0.0941, 0.1605), False, "0.127 [0.094, 0.161]"),
+        ((0.0633, -0.0045, 0.0829), True, "+0.063 [-0.004, +0.083]"),
+        ((0.5, 0.5, 0.5), False, "0.500"),
+    ],
+)
+def test_an_interval_in_one_column(values: Any, signed: bool, text: str) -> None:
+    assert as_interval(*values, signed=signed) == text
+
+
+@pytest.mark.parametrize("reference", [measures.OLD, measures.MAPPED_QUERIES])
+def test_the_table_of_a_migration_fits_80_columns_in_a_pipe(
+    capsys: pytest.CaptureFixture[str], reference: str
+) -> None:
+    """With every system there is; means and the differences that matter, as in the full table."""
+    generator = np.random.default_rng(0)
+    names = [reference, measures.MAPPED_QUERIES, measures.CANDIDATES, measures.OF_MAPPED]
+    names += [measures.mixed_name(share) for share in SHARES]
+    scores = {name: {metric: generator.random(50) for metric in measures.METRICS} for name in names}
+    rows = measures.summarize(scores)
+    print_table(measures.short_table(rows))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= 80
+    full = measures.sample_table(rows).rows
+    for row, cells in zip(rows, full, strict=True):
+        short = row["system"].removeprefix("new model, ")
+        [line] = [line for line in lines if line.startswith(f" {short}  ")]
+        assert f" {row['ndcg@10'][0]:.3f} " in line
+        assert f" {row['recall@10'][0]:.3f} " in line
+        assert (str(cells["ndcg@10 - old"]) in line) == (row["system"] != reference)
 
 
 def test_a_wide_table_is_whole_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:

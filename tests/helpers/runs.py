@@ -25,6 +25,8 @@ SETTINGS: dict[str, Any] = {
 class FixedEvaluator:
     """Metrics that follow a script by call; draws random numbers, as evaluations may."""
 
+    source = ""
+
     def __init__(self, *scores: float, primary: str = "score") -> None:
         self.scores = list(scores)
         self.primary = primary

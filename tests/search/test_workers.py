@@ -93,6 +93,21 @@ def test_workers_that_start_in_the_same_moment_write_what_one_writes(
 
 
 @pytest.mark.slow
+def test_the_bar_ends_with_the_work_of_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with worker(tmp_path / "emb", 0.05) as other:
+        tower = LetterTower(delay=0.05)
+        embed(tower, corpus(ROWS), tmp_path / "emb", progress=True)
+        other.join(60)
+    share = sum(rows for rows, _ in tower.widths)
+    assert share < ROWS
+    last = capsys.readouterr().err.strip().rsplit("\r", 1)[-1]
+    assert last.startswith("embed: 100%")
+    assert f" {share}/{share} [" in last
+
+
+@pytest.mark.slow
 def test_a_killed_worker_loses_its_shard_and_no_more(
     tmp_path: Path, alone: dict[str, bytes]
 ) -> None:

@@ -305,10 +305,10 @@ def test_bars_tell_what_is_measured_where_the_trainer_shows_its_own(tmp_path, ca
     evaluator = RetrievalEvaluator(pairs=tiny_pairs(12))
     train(tmp_path / "shown", evaluator=evaluator, evaluate_every=6, progress=True)
     shown = capsys.readouterr().err
-    for moment in ("before training", "after step 6", "after step 12"):
-        assert f"{moment}: embed documents of held-out pairs:   0%" in shown
+    for moment in ("before training", "step 6", "step 12"):
+        assert f"{moment}: documents:   0%" in shown
     train(tmp_path / "silent", evaluator=evaluator, progress=False)
-    assert "embed" not in capsys.readouterr().err
+    assert "documents" not in capsys.readouterr().err
 
 
 REFUSED = [

@@ -183,7 +183,10 @@ def _embed_into(
             bar.total = bar.n + sum(len(writer.ranges[n]) for n in writer.unwritten())
             return encoder.shard(writer.ranges[number], bar)
 
-        return writer.write_all(encode)
+        embeddings = writer.write_all(encode)
+        # The rest was written by other workers.
+        bar.total = bar.n
+        return embeddings
 
 
 def _embed_in_memory(

@@ -90,7 +90,9 @@ def _send_missing(
     """Store the rows that are not stored yet, batch by batch; return their number."""
     sent = 0
     start = 0
-    with tqdm(total=len(embeddings), desc="push", unit=" vectors", disable=not progress) as bar:
+    with tqdm(
+        total=len(embeddings), desc="push", unit=" vectors", unit_scale=True, disable=not progress
+    ) as bar:
         for batch in embeddings.record_batches(engine.batch_rows):
             ids = batch.column("id").to_pylist()
             # A transaction per batch: an interrupted push loses at most one of them.

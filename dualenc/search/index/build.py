@@ -274,7 +274,9 @@ def build_faiss(
     index = filled if refine_file is None else split(filled)[0]
     with explain(f"factory {factory[:80]!r} cannot take {num_vectors} vectors", OTHER_FACTORIES):
         _reserve(index, num_vectors)
-        with tqdm(total=num_vectors, desc="index", unit=" vectors", disable=not progress) as bar:
+        with tqdm(
+            total=num_vectors, desc="index", unit=" vectors", unit_scale=True, disable=not progress
+        ) as bar:
             for block in database.blocks():
                 index.add(block)
                 bar.update(len(block))
