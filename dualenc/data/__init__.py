@@ -8,6 +8,7 @@ from dualenc.data.ragged import Ragged
 from dualenc.data.readers.beir import BeirPairs, read_beir
 from dualenc.data.readers.captioned_images import ImageFolderPairs
 from dualenc.data.readers.clicks import IndexPairs
+from dualenc.data.readers.document_pairs import DocumentPairs
 from dualenc.data.readers.image_views import ImageFolderViews, ImageViews, TableViews
 from dualenc.data.readers.mined_pairs import MinedPairs
 from dualenc.data.readers.sources import open_corpus, open_pairs
@@ -20,6 +21,7 @@ from dualenc.types import Items, Modality, Side
 __all__ = [
     "BeirPairs",
     "Corpus",
+    "DocumentPairs",
     "ImageFolderPairs",
     "ImageFolderViews",
     "ImageViews",

@@ -255,7 +255,8 @@ class TextColumn:
 
     def __getitem__(self, index: int) -> str:
         if self.titles is None:
-            return str(self.column[index])
+            value = self.column[index]
+            return "" if value is None else str(value)
         return f"{self.titles[index] or ''} {self.column[index] or ''}".strip()
 
     def item_identity(self, row: int, read: bool) -> bytes:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.columns import Column, read_column
+from dualenc.data.columns import Column, TextColumn, read_column
 from dualenc.data.item_lists import Picked
 from dualenc.data.labels import labels_of_column, labels_of_folders
 from dualenc.data.pairs import PairDataset, by_position
@@ -49,12 +49,15 @@ class Corpus:
 
     Attributes:
         skipped: number of bad samples that the reader left out.
+        titles: (N,) titles that the reader prepended to the texts, "" where there is none; None if
+            it prepended none.
 
     Raises:
         DualencError: duplicate ids, or arguments of different lengths.
     """
 
     skipped = 0
+    titles: Items | None = None
 
     def __init__(
         self,
@@ -112,9 +115,9 @@ class Corpus:
         return digest_of(parts)
 
     def take(self, rows: Sequence[int] | Integers) -> Corpus:
-        """Return the items of some rows, in that order, with their labels and columns."""
+        """Return the items of some rows, in that order, with their labels, columns and titles."""
         rows = np.asarray(rows, dtype=np.int64)
-        return Corpus(
+        part = Corpus(
             [self.ids[row] for row in rows.tolist()],
             Picked(self.items, rows),
             self.modality,
@@ -122,6 +125,8 @@ class Corpus:
             class_names=self.class_names,
             columns=None if self.columns is None else self.columns.take(rows),
         )
+        part.titles = None if self.titles is None else Picked(self.titles, rows)
+        return part
 
     def text(self, index: int) -> str:
         """Return the beginning of a text in one line, for display; "" for images and vectors."""
@@ -263,6 +268,8 @@ def table_corpus(
     )
     rows = values.rows[positions]
     corpus = Corpus(ids, Picked(values.items, positions), modality)
+    if isinstance(values.items, TextColumn) and values.items.titles is not None:
+        corpus.titles = Picked(TextColumn(values.items.titles), positions)
     if label_column is not None and table.has(label_column):
         numbers, corpus.class_names = labels_of_column(table, label_column) or (None, None)
         corpus.labels = None if numbers is None else numbers[rows]

@@ -4,13 +4,13 @@ its vectors of texts, and of their first sentences, to the stored vectors of the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from dualenc.data.corpus import Corpus
+from dualenc.data.sentences import first_sentence
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.text import TextEncoder
 from dualenc.encoders.vector import VectorTower
@@ -21,9 +21,6 @@ MAX_SENTENCES = 20_000
 """Maximum number of documents whose first sentences are queries."""
 MAX_FITTED = 5_000
 """Maximum number of documents that the map is fitted on."""
-MAX_CHARACTERS = 300
-"""Length to which first sentences are cut."""
-_SENTENCE = re.compile(r"\s*(.+?[.!?](?=\s)|[^\n]+)")
 
 
 def first_sentences(texts: Sequence[str], seed: int = 0) -> tuple[list[str], np.ndarray]:
@@ -38,8 +35,7 @@ def first_sentences(texts: Sequence[str], seed: int = 0) -> tuple[list[str], np.
     drawn = np.random.default_rng(seed).permutation(len(texts))[:MAX_SENTENCES]
     sentences, rows = [], []
     for row in np.sort(drawn).tolist():
-        found = _SENTENCE.match(texts[row])
-        sentence = "" if found is None else " ".join(found[1][:MAX_CHARACTERS].split())
+        sentence = first_sentence(texts[row])
         if sentence:
             sentences.append(sentence)
             rows.append(row)

@@ -41,6 +41,7 @@ def open_corpus(
     part: str = "corpus",
     modality: Modality | None = None,
     text_column: str | None = None,
+    title_column: str | None = None,
     image_column: str | None = None,
     vector_column: str | None = None,
     id_column: str | None = None,
@@ -62,8 +63,9 @@ def open_corpus(
         modality: "text", "image" or "vector", for a table or tar that holds several; by default
             images are preferred, then texts.
         text_column: column of texts; by default `text` or another common name, or the only column.
-            A list of texts gives several items. By default a column `title` is prepended, except in
-            a table of queries and documents.
+            A list of texts gives several items.
+        title_column: column of titles of a table, to prepend to its texts; by default `title`,
+            unless the table has queries or `text_column` is named.
         image_column: column of images; by default `image` or another common name.
         vector_column: column of lists of numbers; by default `vector` or another common name.
         id_column: column of ids; by default `_id` or another common name. Without one, or for
@@ -118,15 +120,18 @@ def open_corpus(
             main, modality = _main_column(source, part, modality, text_column, image_column)
             if modality == "image":
                 label_column = label_column or first_of(source.kinds, ("label",), but=main)
+                title_column = None
             else:
                 label_column = None
-            # A title that the user did not name belongs to documents read by default.
-            by_default = text_column is None and part == "corpus" and modality == "text"
+                # A title that the user did not name belongs to documents read by default.
+                by_default = text_column is None and part == "corpus"
+                own_title = _title_column(source, main) if by_default else None
+                title_column = title_column or own_title
             corpus = table_corpus(
                 source,
                 main,
                 modality,
-                title_column=_title_column(source, main) if by_default else None,
+                title_column=title_column,
                 label_column=label_column,
                 id_column=_usual_ids(source, main, part) if id_column is None else id_column,
                 columns=columns,
