@@ -231,9 +231,9 @@ def paired_bootstrap(
         number = np.unique(np.asarray(groups), return_inverse=True)[1]
     sums = np.bincount(number, differences)
     sizes = np.bincount(number).astype(float)
-    # scipy requires two observations; the mean of one never varies.
+    # A single group says nothing about others: the interval is all that a difference can be.
     if len(sums) < 2:
-        return Difference(observed, observed, observed)
+        return Difference(observed, -1.0, 1.0)
     low, high = scipy.stats.bootstrap(
         (sums, sizes),
         _mean_of_groups,

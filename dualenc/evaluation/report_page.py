@@ -95,7 +95,7 @@ def as_text(value: object) -> str:
 def as_interval(mean: float, low: float, high: float, *, signed: bool = False) -> str:
     """Format a mean and its interval for one column: "0.127 [0.094, 0.161]".
 
-    The interval of one query, or of queries with equal scores, has no width and is left out.
+    The interval of queries with equal scores has no width and is left out.
 
     Args:
         mean: the mean.
