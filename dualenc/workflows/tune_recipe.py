@@ -23,7 +23,7 @@ from dualenc import distributed
 from dualenc.data.store.identity import digest_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
-from dualenc.io.files import atomic_path, locked, write_json
+from dualenc.io.files import atomic_path, locked, removed_if_refused, write_json
 from dualenc.io.reading import read_json_object
 from dualenc.recipe.resolve import Recipe, read_recipe
 from dualenc.recipe.yaml_files import dump_recipe
@@ -132,7 +132,7 @@ def tune(
     folder = Path(out or f"{read.settings['trainer']['output']}-tuned")
     check_result_folder(folder, TASK, "tuning", lambda path: (path / BEGUN).is_file())
     _log_space(read, tried, minutes, trials, is_default=not space)
-    with locked(folder, wait=False):
+    with removed_if_refused(folder, BEGUN), locked(folder, wait=False):
         search = Search(read, tried, folder, seed, modules, progress)
         search.begin(started, 60 * minutes / trials)
         search.run(60 * minutes)

@@ -262,9 +262,10 @@ def with_values(
     # The objective first: it carries the temperature over, which an entry of its own replaces.
     words = _objective(recipe, new.pop(OBJECTIVE)) if OBJECTIVE in new else []
     words += [f"{name}={_text(value)}" for name, value in new.items()]
-    small = recipe.settings["trainer"]["batch_size"]
-    is_larger = values.get(BATCH, small) > small and kind_of(recipe) in _CACHED_KINDS
-    if is_larger and recipe.settings["trainer"]["chunk_size"] is None:
+    trainer = recipe.settings["trainer"]
+    small, size = trainer["batch_size"], values.get(BATCH)
+    is_larger = isinstance(size, int) and size > small and kind_of(recipe) in _CACHED_KINDS
+    if is_larger and trainer["chunk_size"] is None:
         words.append(f"trainer.chunk_size={small}")
     last = {word.partition("=")[0]: word for word in words}
     settings = changed(recipe.settings, [*last.values(), *overrides])
