@@ -26,7 +26,14 @@ from dualenc.evaluation.report_page import Table, print_table
 from dualenc.recipe.resolve import Recipe, make_recipe
 from dualenc.recipe.yaml_files import dump_recipe
 from dualenc.training import RetrievalEvaluator
-from dualenc.workflows.tuning_space import Range, Values, default_space, own_values, with_values
+from dualenc.workflows.tuning_space import (
+    Range,
+    Values,
+    default_space,
+    own_values,
+    with_values,
+    without_large_batches,
+)
 from dualenc.workflows.tuning_trial import Bench
 
 STORE = frame.RESULTS / "tuning.jsonl"
@@ -90,9 +97,10 @@ def recipe_of(kind: str, data: Path, model: str, seed: int, output: Path) -> Rec
 def randomly(recipe: Recipe, bench: Bench, seed: int) -> Values:
     """Return the best of ten random settings by all held-out queries."""
     draw, tried = np.random.default_rng(seed), []
+    space = without_large_batches(default_space(recipe), len(bench.pairs))
     for _ in range(RANDOM):
         values: Values = {}
-        for name, own in default_space(recipe).items():
+        for name, own in space.items():
             if isinstance(own, Range):
                 values[name] = float(np.exp(draw.uniform(np.log(own.low), np.log(own.high))))
             else:
