@@ -246,7 +246,7 @@ class Search:
         for name, own in identity.items():
             if plan.get(name) != own:
                 raise DualencError(
-                    f"holds a search with another {name}",
+                    f"holds another search (not the same {name})",
                     fix="choose another --out, or repeat the command that began it",
                     where=self.folder,
                 )

@@ -92,7 +92,8 @@ def judge(tried: Sequence[Tried], metric: str) -> Verdict:
     if gain is None:
         text = "cannot tell: the evaluator gives no scores of 20 queries or more; take the first"
         return Verdict(0, best.number, None, text)
-    shown = f"{metric} {_signed(gain)} on the queries that did not choose"
+    count = len(halves(len(first.scores))[1])  # type: ignore[arg-type]
+    shown = f"{metric} {_signed(gain)} on {count} queries that did not choose"
     if gain.low <= 0:
         text = f"cannot tell: differences are within the noise ({shown}); take the first"
         return Verdict(0, best.number, gain, text)

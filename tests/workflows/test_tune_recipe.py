@@ -307,15 +307,17 @@ def test_a_folder_of_another_search_is_refused(tmp_path: Path, clock: list[float
     file = recipe_in(tmp_path)
     searched(tmp_path)
     other = [f"{RATE}=1e-3..1e-2"]
-    with pytest.raises(DualencError, match="holds a search with another settings to try"):
+    with pytest.raises(
+        DualencError, match=r"holds another search \(not the same settings to try\)"
+    ):
         searched(tmp_path, space=other)
-    with pytest.raises(DualencError, match="another seed"):
+    with pytest.raises(DualencError, match="not the same seed"):
         searched(tmp_path, seed=1)
     file.write_text(file.read_text().replace("batch_size: 32", "batch_size: 16"))
-    with pytest.raises(DualencError, match="another recipe"):
+    with pytest.raises(DualencError, match="not the same recipe"):
         searched(tmp_path)
     recipe_in(tmp_path, noise=True)
-    with pytest.raises(DualencError, match="another data"):
+    with pytest.raises(DualencError, match="not the same data"):
         searched(tmp_path)
 
 
