@@ -64,6 +64,11 @@ class Halves(Evaluator):
         self._before: tuple[dict[str, float], np.ndarray] | None = None
         self._is_first = True
 
+    def stop_when(self, stopped: Callable[[], bool] | None) -> None:
+        """Let a signal end an evaluation of the recipe's evaluator, too."""
+        if isinstance(self.evaluator, Evaluator):
+            self.evaluator.stop_when(stopped)
+
     def forget(self) -> None:
         """Evaluate the next model before training again, and time that."""
         self._before = None
@@ -79,7 +84,7 @@ class Halves(Evaluator):
             started = time.perf_counter()
             metrics = dict(self.evaluator(model))
             own = getattr(self.evaluator, "query_scores", None)
-            # Of queries that have no score, the mean leaves nothing to halve.
+            # Without scores of queries their mean alone is left, which has no halves.
             self.scores = np.array([metrics[self.primary]] if own is None else own, float)
             metrics[self.primary] = chosen_by(self.scores)
             if self._before is None:
