@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dualenc.workflows.push_vectors import push
     from dualenc.workflows.run_quickstart import quickstart
     from dualenc.workflows.training_report import report
+    from dualenc.workflows.tune_recipe import tune
     from dualenc.workflows.verify_folder import verify
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _PARTS = {
     "workflows.push_vectors": ("push",),
     "workflows.run_quickstart": ("quickstart",),
     "workflows.training_report": ("report",),
+    "workflows.tune_recipe": ("tune",),
     "workflows.verify_folder": ("verify",),
 }
 
@@ -91,6 +93,7 @@ __all__ = [
     "quickstart",
     "remove",
     "report",
+    "tune",
     "verify",
 ]
 

@@ -29,6 +29,7 @@ COMMANDS = (
     "quickstart",
     "recipe",
     "train",
+    "tune",
     "report",
     "embed",
     "index",

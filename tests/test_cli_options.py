@@ -185,6 +185,8 @@ def test_mistakes_are_named_in_one_line(
 
 
 RANGES = {
+    "MINUTES": ("0.1 20", "0 -1"),
+    "TRIALS": ("2 12", "1 0"),
     "COUNT": ("1 1000000000000", "0 -1"),
     "BATCH": ("1 1048576", "0 1048577"),
     "CANDIDATES": ("1 16777216", "0 16777217"),
@@ -219,6 +221,9 @@ RANGES = {
         "quickstart --test-docs COUNT",
         "quickstart --steps COUNT",
         "quickstart --seed SEED",
+        "tune RECIPE --minutes MINUTES",
+        "tune RECIPE --trials TRIALS",
+        "tune RECIPE --seed SEED",
         "adapt INDEX CLICKS --out OUT --epochs COUNT",
         "adapt INDEX CLICKS --out OUT --batch-size BATCH",
         "adapt INDEX CLICKS --out OUT --temperature TEMPERATURE",

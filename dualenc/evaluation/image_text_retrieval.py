@@ -135,6 +135,29 @@ def both_ways_recall(ranks: dict[str, Integers], cutoffs: Sequence[int] = (1, 5,
     return scores
 
 
+def recall_of_queries(
+    ranks: dict[str, Integers], name: str, cutoffs: Sequence[int] = (1, 5, 10)
+) -> list[float]:
+    """Return one metric of `both_ways_recall` of each query, images first; their mean is that.
+
+    Args:
+        ranks: ranks from 1 by direction.
+        name: name of the metric; that of one direction has the queries of this direction alone.
+        cutoffs: the values of k.
+    """
+    total = sum(map(len, ranks.values()))
+    parts = []
+    for direction, query_ranks in ranks.items():
+        if name == "mean_recall":
+            hits = np.mean([query_ranks <= k for k in cutoffs], axis=0)
+            # Both directions count alike, whatever their numbers of queries.
+            parts.append(hits * total / (len(ranks) * len(query_ranks)))
+        elif name.startswith(f"{direction}_recall@"):
+            parts.append((query_ranks <= int(name.rpartition("@")[2])).astype(float))
+    values: list[float] = np.concatenate(parts).tolist()
+    return values
+
+
 def _shared_ranks(
     queries: Vectors,
     candidates: Vectors,

@@ -12,6 +12,7 @@ from dualenc.errors import DualencError
 from dualenc.io.terminal import printable
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette, which color-blind readers can distinguish.
@@ -41,19 +42,10 @@ def lines(
     Raises:
         DualencError: if matplotlib is not installed.
     """
-    if not can_draw():
-        raise DualencError(MISSING)
-    # An optional package, which takes a second to import.
-    from matplotlib.figure import Figure
-
     # Paths of runs are long: with two columns of them the legend would be wider than the figure.
     columns = 2 if max(map(len, series), default=0) <= 32 else 1
     legend_rows = math.ceil(len(series) / columns) if len(series) > 1 else 0
-    figure = Figure(figsize=(6.4, 3.6 + 0.22 * legend_rows), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(axis="y", alpha=0.3)
+    figure, axes = _new_axes(xlabel, ylabel, legend_rows)
     for number, (name, (x, y)) in enumerate(series.items()):
         # Markers of many points would hide the line.
         marker = "o" if len(x) <= 30 else None
@@ -70,6 +62,46 @@ def lines(
     if len(series) > 1:
         figure.legend(frameon=False, loc="outside lower center", ncols=columns)
     return figure
+
+
+def points(
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    xlabel: str = "",
+    ylabel: str = "",
+) -> Figure:
+    """Draw points over a logarithmic x axis.
+
+    Args:
+        series: x and y values of each color by its name; x is above 0.
+        xlabel: label of the x axis.
+        ylabel: label of the y axis.
+
+    Raises:
+        DualencError: if matplotlib is not installed.
+    """
+    figure, axes = _new_axes(xlabel, ylabel)
+    axes.set_xscale("log")
+    for number, (name, (x, y)) in enumerate(series.items()):
+        axes.scatter(x, y, label=literal(name), color=COLORS[number % len(COLORS)], s=24)
+    if len(series) > 1:
+        axes.legend(frameon=False)
+    return figure
+
+
+def _new_axes(xlabel: str, ylabel: str, legend_rows: int = 0) -> tuple[Figure, Axes]:
+    """Return an empty figure with labels, and room for a legend below."""
+    if not can_draw():
+        raise DualencError(MISSING)
+    # An optional package, which takes a second to import.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.6 + 0.22 * legend_rows), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(axis="y", alpha=0.3)
+    return figure, axes
 
 
 def literal(text: str) -> str:

@@ -14,6 +14,7 @@ them in.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pkgutil
@@ -68,22 +69,29 @@ class Recipe:
         settings: dict[str, Any] = json.loads(json.dumps(self.sections, default=str))
         return settings | {"trainer": settings["trainer"]["init_args"]}
 
-    def build(self) -> dict[str, Any]:
-        """Create all parts, by section; `trainer.seed` determines the model's initial weights."""
+    def build(self, **parts: Any) -> dict[str, Any]:
+        """Create all parts, by section; `trainer.seed` determines the model's initial weights.
+
+        Args:
+            parts: parts that exist already, by section, such as data that several trainings share.
+        """
         from dualenc.seeds import seed_everything
 
         # The trainer comes first, so that mistakes in it are reported before data and models are
         # read.
         trainer = build(self.sections["trainer"], f"{self.source}: trainer", {})
         seed_everything(trainer.seed)
-        data = build(self.sections["data"], f"{self.source}: data", {})
+        if "data" not in parts:
+            parts["data"] = build(self.sections["data"], f"{self.source}: data", {})
+        data = parts["data"]
         filled = {}
         for takes in FILLED.values():
             for name, take in takes.items():
                 filled[name] = take(trainer, data)
-        parts = {"trainer": trainer, "data": data}
+        parts["trainer"] = trainer
         for section in ("model", "objective", "batching", "evaluator"):
-            parts[section] = build(self.sections[section], f"{self.source}: {section}", filled)
+            if section not in parts:
+                parts[section] = build(self.sections[section], f"{self.source}: {section}", filled)
         return parts
 
     def train(self, resume: bool = False) -> TrainingResult:
@@ -122,14 +130,28 @@ def read_recipe(
             nearest valid one); an argument is missing; a value has the wrong type; a class is
             outside dualenc and the allowed modules, or does not have the expected type.
     """
-    settings = _read_yaml(Path(path))
+    settings = changed(_read_yaml(Path(path)), overrides)
+    return make_recipe(_with_home(settings), str(path), allow_modules)
+
+
+def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a recipe with overrides applied.
+
+    Args:
+        settings: values by section.
+        overrides: see `read_recipe`.
+
+    Raises:
+        DualencError: an override is not section.key=value.
+    """
+    result = copy.deepcopy(dict(settings))
     # Outer keys first, and a class before its arguments, because a new class drops the old
     # arguments.
     changes = [_parsed(override) for override in one_or_several(overrides)]
     changes.sort(key=lambda change: (len(change[0]), change[0][-1] != "class_path"))
     for names, text in changes:
-        _apply(settings, names, text)
-    return make_recipe(_with_home(settings), str(path), allow_modules)
+        _apply(result, names, text)
+    return result
 
 
 def make_recipe(
@@ -211,10 +233,10 @@ def _apply(settings: dict[str, Any], names: list[str], text: str) -> None:
         section = section[parent]
     if name == "class_path" and section.get("class_path") != text:
         section.pop("init_args", None)
-    section[name] = _override_value(text)
+    section[name] = plain_value(text)
 
 
-def _override_value(text: str) -> Any:
+def plain_value(text: str) -> Any:
     """Parse a value as YAML; an unquoted string keeps its outer spaces, # and colons."""
     try:
         value = yaml.load(text, RecipeLoader)

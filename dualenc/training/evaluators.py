@@ -28,7 +28,12 @@ from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError, nearest
-from dualenc.evaluation.image_text_retrieval import both_ways_recall, match_captions, ranks_of_pairs
+from dualenc.evaluation.image_text_retrieval import (
+    both_ways_recall,
+    match_captions,
+    ranks_of_pairs,
+    recall_of_queries,
+)
 from dualenc.evaluation.metrics import METRICS, Scores, mean_scores, score_queries
 from dualenc.evaluation.retrieval import HEADLINES, report_self_matches, retrieve
 from dualenc.search.embed.encode import embed
@@ -55,9 +60,12 @@ class Evaluator(ABC):
         source: path of the data as the user named it, for messages; "" for pairs.
         modalities: "text" or "image" by side, for the items to embed; empty if any model fits.
         batch_size: number of items to encode at a time.
+        query_scores: (Q,) primary metric of each query in the last call, whose mean the call
+            returned; None if an evaluator does not keep them.
     """
 
     primary: str
+    query_scores: Sequence[float] | None = None
     data: tuple[str, str | None] = ("held-out data", None)
     source: str = ""
     modalities: Mapping[Side, Modality] = MappingProxyType({})
@@ -234,7 +242,9 @@ class RetrievalEvaluator(Evaluator):
         vectors = (queries.ids, queries.vectors, documents.ids, documents.vectors)
         # Removes unjudged documents that share the query's id, which are copies of it.
         run = retrieve(*vectors, qrels=collection.qrels, device=device)
-        return headline_scores(score_queries(collection.qrels, run), self.primary)
+        scores = score_queries(collection.qrels, run)
+        self.query_scores = [of_query[self.primary] for of_query in scores.values()]
+        return headline_scores(scores, self.primary)
 
 
 _ONE_RANK = np.ones(1, np.int64)
@@ -284,6 +294,7 @@ class ImageTextEvaluator(Evaluator):
         text_rows = rows_of(self.texts.ids, texts.ids)
         matches = self._match(image_rows.tolist(), text_rows.tolist())
         ranks = ranks_of_pairs(images.vectors, texts.vectors, matches)
+        self.query_scores = recall_of_queries(ranks, self.primary)
         return both_ways_recall(ranks)
 
 
@@ -378,4 +389,5 @@ class KNNEvaluator(Evaluator):
             temperature=self.temperature,
             device=next(model.parameters()).device,
         )
+        self.query_scores = (predicted == labels[1]).astype(float).tolist()
         return {"knn_accuracy": accuracy(predicted, labels[1])}

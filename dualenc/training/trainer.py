@@ -119,7 +119,7 @@ class Trainer(TrainerSettings):
         start = time.perf_counter()
         output = Path(self.output)
         if evaluator is None:
-            pairs, evaluator = self._hold_out(pairs, batching, is_recipe=recipe is not None)
+            pairs, evaluator = self.hold_out(pairs, batching, is_recipe=recipe is not None)
         batching = self._batching(pairs, batching)
         self._check_parts(model, pairs, objective, batching, evaluator)
         # Better now than after the last step.
@@ -156,12 +156,20 @@ class Trainer(TrainerSettings):
             skipped=pairs.skipped + len(loop.all_bad()),
         )
 
-    def _hold_out(
+    def hold_out(
         self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
     ) -> tuple[PairDataset, Evaluator | None]:
         """Return the pairs to train on, and an evaluator of the held-out pairs, if any.
 
         The pairs to train on keep all items and ids.
+
+        Args:
+            pairs: all pairs.
+            batching: batch selector of the run, or None.
+            is_recipe: True to hold out pairs by default.
+
+        Raises:
+            DualencError: the settings hold out pairs that cannot be.
         """
         share = self.held_out
         can_split = not isinstance(pairs, Mixture)

@@ -47,6 +47,16 @@ def files_in(folder: Path) -> dict[str, str]:
     }
 
 
+def recipe_file(path: Path, text: Path, beir: Path) -> Path:
+    path.write_text(
+        f"model: {{class_path: TextEncoder, init_args: {{name: {text}}}}}\n"
+        f"data: {{class_path: BeirPairs, init_args: {{path: {beir}, split: test}}}}\n"
+        "objective: {class_path: SogCLR}\n"
+        f"trainer: {{output: {path.parent}/run}}\n"
+    )
+    return path
+
+
 WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
     "report": lambda tmp, text, beir: ["report", run_folder(tmp / "run")],
     "retrieval": lambda tmp, text, beir: ["evaluate", "retrieval", text, beir],
@@ -54,6 +64,7 @@ WORDS: dict[str, Callable[[Path, Path, Path], list[Any]]] = {
     "embed": lambda tmp, text, beir: ["embed", text, beir],
     "index": lambda tmp, text, beir: ["index", text, beir],
     "quickstart": lambda tmp, text, beir: ["quickstart"],
+    "tune": lambda tmp, text, beir: ["tune", recipe_file(tmp / "mine.yaml", text, beir)],
 }
 
 

@@ -547,7 +547,7 @@ def test_held_out_pairs_are_evaluated_and_not_trained_on(tmp_path):
     assert 0 < result.metrics["ndcg@10"] <= 1
     assert result.before
     trainer = Trainer(output=tmp_path, held_out=0.25)
-    rest, evaluator = trainer._hold_out(pairs, None, is_recipe=False)
+    rest, evaluator = trainer.hold_out(pairs, None, is_recipe=False)
     held_out = {f"left-{left_id}" for left_id in set(range(12)) - set(rest.left_id.tolist())}
     assert set(evaluator.collection.queries.ids) == held_out
     assert (len(rest), len(held_out)) == (18, 3)
@@ -561,7 +561,7 @@ def test_recipes_hold_a_tenth_out_of_a_hundred_pairs_or_more():
         (tiny_pairs(99), True, 99),
         (ImageViews([None] * 120), True, 108),
     ):
-        rest, evaluator = trainer._hold_out(pairs, None, is_recipe)
+        rest, evaluator = trainer.hold_out(pairs, None, is_recipe)
         assert len(rest) == expected
         assert (evaluator is None) == (len(rest) == len(pairs))
 
