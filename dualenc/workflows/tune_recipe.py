@@ -219,10 +219,9 @@ class Search:
         if not path.is_file():
             self.bench.check(self.recipe)
         plan = self._checked_plan(seconds)
-        self.bench.evaluations = plan["evaluations"]
-        self.bench.overhead = plan["overhead"]
+        self.bench.take_over(plan["evaluations"], plan["overhead"])
         self.study = self._open_study()
-        self.bench.speeds |= self.study.user_attrs.get("speeds", {})
+        self.bench.speeds.update(self.study.user_attrs.get("speeds", {}))
         # What earlier processes have spent counts.
         self.spent = sum(each.seconds for each in self.tried())
         if self.study.trials:

@@ -221,6 +221,16 @@ class Bench:
         bench.overhead = time.perf_counter() - started + bench.evaluations * each
         return bench
 
+    def take_over(self, evaluations: int, overhead: float) -> None:
+        """Set what the first process of a search has measured: all trials are equally long.
+
+        Args:
+            evaluations: number of evaluations of a trial.
+            overhead: seconds of a trial that are not steps.
+        """
+        self.evaluations = evaluations
+        self.overhead = overhead
+
     def _share_tokens(self, recipe: Recipe, model: DualEncoder) -> None:
         """Give models with the same settings one token cache, so that no trial pays for it."""
         own = json.dumps(recipe.settings["model"])
