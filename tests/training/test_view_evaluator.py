@@ -104,7 +104,7 @@ def test_an_unreadable_image_is_left_out_of_both_views():
 )
 def test_held_out_images_are_evaluated_by_class_if_they_have_classes(labels, kind):
     images = ImageViews(random_images(40), labels)
-    rest, evaluator = Trainer(output="run", held_out=0.25)._hold_out(images, None, is_recipe=False)
+    rest, evaluator = Trainer(output="run", held_out=0.25).hold_out(images, None, is_recipe=False)
     assert type(evaluator) is kind
     assert len(rest) == 30
     assert rest.num_left == 40, "tables of the objective keep a row for each image"
