@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from dualenc.search.engines.qdrant_collection import KEY, MARK
 from dualenc.workflows import migrate_collection as workflow
 from tests.helpers import toy
 from tests.helpers.migrated_table import OLD_DIM, embedded
-from tests.helpers.waiting import wait_for
+from tests.helpers.working_clients import WorkingClients
 
 URL = "http://server"
 STABLE = 40
@@ -85,10 +83,11 @@ def marks_of(client: Any, name: str) -> list[Any]:
     return [point.id for point in all_points(client, name) if MARK in point.payload]
 
 
-class Clients:
+class Clients(WorkingClients):
     """A client that writes 400 points and one that searches, each by the record of the moment."""
 
     def __init__(self, client: Any, name: str, model: Path, texts: list[str]) -> None:
+        super().__init__()
         self.client = client
         self.name = name
         self.expected: dict[Any, str] = dict(enumerate(texts))
@@ -97,10 +96,7 @@ class Clients:
         self.old = np.random.default_rng(7).normal(size=(len(self.pool), OLD_DIM))
         self.old_stable = old_vectors(STABLE)
         self.stable = embedded(model, texts[:STABLE])
-        self.errors: list[BaseException] = []
-        self.written = 0
         self.searches = {False: 0, True: 0}
-        self.done = threading.Event()
 
     def write(self) -> None:
         random = np.random.default_rng(1)
@@ -139,24 +135,3 @@ class Clients:
             if is_new:
                 # A client that writes a text before its vector may have come in between.
                 assert self.expected[row] in {point.payload["body"] for point in found.points}
-
-    def run(self, action: Callable[[], Any]) -> Any:
-        """Run an action while both clients work."""
-
-        def caught(function: Callable[[], None]) -> None:
-            try:
-                function()
-            except BaseException as error:
-                self.errors.append(error)
-
-        writer = threading.Thread(target=caught, args=(self.write,))
-        reader = threading.Thread(target=caught, args=(self.read,))
-        writer.start()
-        reader.start()
-        wait_for(lambda: self.written > 20 or self.errors)
-        try:
-            return action()
-        finally:
-            writer.join()
-            self.done.set()
-            reader.join()

@@ -25,6 +25,7 @@ from tests.helpers.migrated_table import OLD_DIM, check_vectors, embedded, make_
 from tests.helpers.postgres_rows import execute
 from tests.helpers.postgres_server import own_server
 from tests.helpers.waiting import wait_for
+from tests.helpers.working_clients import WorkingClients
 
 pytestmark = pytest.mark.slow
 
@@ -38,21 +39,19 @@ def migrate(target: str, table: str, model: Path, **options: Any) -> Any:
     return workflow.migrate_table(target, table, str(model), **options)
 
 
-class Clients:
+class Clients(WorkingClients):
     """A client that writes 1,000 rows and one that searches, each by the model of the moment."""
 
     def __init__(self, target: str, table: str, model: Path) -> None:
+        super().__init__()
         self.target = target
         self.table = table
         self.pool = sorted(set(toy.texts(120)))
         self.new = embedded(model, self.pool)
         self.old = np.random.default_rng(7).normal(size=(len(self.pool), OLD_DIM))
         self.stable = embedded(model, toy.texts(STABLE))
-        self.errors: list[BaseException] = []
-        self.written = 0
         self.searches = {OLD_DIM: 0, self.new.shape[1]: 0}
         self.longest = 0.0
-        self.done = threading.Event()
 
     def dim(self, connection: psycopg.Connection, mode: str) -> int:
         """Lock the table against the switch, and ask which vectors it has."""
@@ -102,27 +101,6 @@ class Clients:
                 if not is_old:
                     # The row itself, or one of the same text.
                     assert found[0][0] == toy.texts(STABLE)[row]
-
-    def run(self, action: Callable[[], Any]) -> Any:
-        """Run an action while both clients work; the reader goes on until the end."""
-
-        def caught(function: Callable[[], None]) -> None:
-            try:
-                function()
-            except BaseException as error:
-                self.errors.append(error)
-
-        writer = threading.Thread(target=caught, args=(self.write,))
-        reader = threading.Thread(target=caught, args=(self.read,))
-        writer.start()
-        reader.start()
-        wait_for(lambda: self.written > 20 or self.errors)
-        try:
-            return action()
-        finally:
-            writer.join()
-            self.done.set()
-            reader.join()
 
 
 def test_clients_read_and_write_while_it_runs(postgres: str, toy_text: Path) -> None:
