@@ -17,7 +17,7 @@ from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.encoders.dual import Kind
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
-from dualenc.evaluation.report_page import Table, check_report_target, write_report
+from dualenc.evaluation.report_page import check_report_target, write_report
 from dualenc.io.files import locked, remove, write_json
 from dualenc.io.provenance import META, Provenance
 from dualenc.search import Embeddings, Index
@@ -41,6 +41,7 @@ from dualenc.search.migration.vector_cache import VectorCache
 from dualenc.search.query_vectors import query_towers
 from dualenc.search.searcher import check_encoder, recorded_model
 from dualenc.types import Modality, OnError, Side
+from dualenc.workflows.measured_sample import MeasuredSample
 from dualenc.workflows.migration_documents import (
     Documents,
     check_same_images,
@@ -75,7 +76,7 @@ TITLE = "Change of model"
 
 
 @dataclass(frozen=True)
-class MigrationReport:
+class MigrationReport(MeasuredSample):
     """Measurements of a migration on a sample, and how far it has come.
 
         report = migrate("index", "new-model", data="my_beir", report_only=True)
@@ -108,10 +109,6 @@ class MigrationReport:
     meanwhile: measures.Meanwhile = "index"
     page: Path | None = None
 
-    def verdict(self) -> str:
-        """Return how the new model compares with the old one on the sample."""
-        return measures.verdict(self.systems)
-
     def has_old(self) -> bool:
         """Return True if the old model was measured, False if it is gone."""
         return measures.has_old(self.systems)
@@ -123,18 +120,6 @@ class MigrationReport:
     def is_judged(self) -> bool:
         """Return True if the sample was measured with relevance judgements."""
         return measures.is_judged(self.systems)
-
-    def is_worse(self) -> bool:
-        """Return True if the new model finds significantly less than the old one."""
-        return measures.is_below(self.systems, measures.NEW)
-
-    def table(self) -> Table:
-        """Return the measurements as a table with a caption."""
-        return measures.sample_table(self.systems)
-
-    def short_table(self) -> Table:
-        """Return the main measurements as a table of 80 columns."""
-        return measures.short_table(self.systems)
 
 
 def migrate(

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dualenc.evaluation import migration_measures as measures
-from dualenc.evaluation.report_page import Table
 from dualenc.search.engines.migration_record import FILLING, UNKNOWN, Migration
+from dualenc.workflows.measured_sample import MeasuredSample
 from dualenc.workflows.session import recorded_name
 
 
 @dataclass(frozen=True)
-class TableReport:
+class TableReport(MeasuredSample):
     """Measurements of a table's migration on a sample, and how far it has come.
 
         report = migrate_table("postgresql://me@localhost/db", "docs", "new-model")
@@ -39,22 +38,6 @@ class TableReport:
     systems: Sequence[dict[str, Any]] = ()
     missing: int = 0
     place: str = ""
-
-    def is_worse(self) -> bool:
-        """Return True if the new model finds significantly less than the old one."""
-        return bool(self.systems) and measures.is_below(self.systems, measures.NEW)
-
-    def verdict(self) -> str:
-        """Return how the new model compares with the old one on the sample."""
-        return measures.verdict(self.systems)
-
-    def table(self) -> Table:
-        """Return the measurements as a table with a caption."""
-        return measures.sample_table(self.systems)
-
-    def short_table(self) -> Table:
-        """Return the main measurements as a table of 80 columns."""
-        return measures.short_table(self.systems)
 
 
 @dataclass(frozen=True)
