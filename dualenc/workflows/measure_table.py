@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dualenc.data import Corpus
+from dualenc.data.readers.beir import has_test_judgements
 from dualenc.data.readers.sources import open_corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.errors import DualencError
@@ -87,7 +88,7 @@ class TableSample:
 
     def _open_judged(self, folder: Path) -> tuple[Corpus, Qrels]:
         """Return test queries with judgements of rows of the table."""
-        if not (folder / "qrels" / "test.tsv").is_file():
+        if not has_test_judgements(folder):
             raise DualencError(
                 "has no test judgements (qrels/test.tsv)",
                 fix="name a BEIR folder, or leave --data out",

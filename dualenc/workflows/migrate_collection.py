@@ -6,17 +6,17 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from dualenc.data.readers.beir import has_test_judgements
 from dualenc.data.store.identity import digest_of
 from dualenc.encoders import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
 from dualenc.io.files import locked
-from dualenc.io.provenance import MODEL_ENTRIES, Provenance
+from dualenc.io.provenance import Provenance
 from dualenc.search.embed.encode import tower_checksum
 from dualenc.search.engines.column_names import TableColumnNames
 from dualenc.search.engines.migration_record import (
@@ -30,7 +30,7 @@ from dualenc.search.engines.migration_record import (
     reversible,
     switched,
 )
-from dualenc.search.engines.pushed_folder import read_pushed
+from dualenc.search.engines.pushed_folder import MIGRATED, migrated_entries, read_pushed
 from dualenc.search.engines.qdrant import QdrantIndex
 from dualenc.search.engines.qdrant_collection import (
     NAMED_VERSION,
@@ -111,7 +111,10 @@ def migrate_collection(
         texts = opened.texts(data)
         old = old_model or opened.old_model()
         if record is None:
-            judged = data if opened.folder is None or _is_judged(data) else None
+            judged = data
+            # The data of a pushed folder are its whole texts, which need not be judged.
+            if opened.folder is not None and not (data and has_test_judgements(data)):
+                judged = None
             notes = opened.plan(encoder, columns or TableColumnNames(), recorded_name(new_model))
             rows = QdrantSample(opened.migration(notes, texts), opened.parameters(notes))
             sample = TableSample(rows, encoder, old, judged, batch_size)
@@ -280,10 +283,8 @@ class _Opened:
             )
         checksum = tower_checksum(encoder.right)
         fingerprint = digest_of(known.fingerprint, checksum)
-        about = (model, checksum, "right", "text", "embedding", encoder.kind)
-        entries: dict[str, Any] = dict(zip(MODEL_ENTRIES, about))
-        entries |= {"dim": encoder.right.dim, "fingerprint": fingerprint, "settings": {}}
-        changed = known.without(("embeddings",)).updated(**entries)
+        entries = migrated_entries(model, checksum, encoder.right.dim, fingerprint)
+        changed = known.without(MIGRATED).updated(**entries, settings={})
         # The name that a push of these embeddings would use, which removes abandoned ones.
         name = f"{self.collection.given_name}-{fingerprint[:12]}"
         return {
@@ -330,11 +331,6 @@ class _Opened:
             places.append(f"collection {notes['target']!r}")
         place = " and ".join(places)
         return report_of(self.location, record, missing=missing, place=place)
-
-
-def _is_judged(data: str | None) -> bool:
-    """Return True for a BEIR folder with test judgements."""
-    return data is not None and (Path(data) / "qrels" / "test.tsv").is_file()
 
 
 @contextmanager

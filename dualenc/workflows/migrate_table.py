@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
+from dualenc.data.readers.beir import has_test_judgements
 from dualenc.encoders import DualEncoder
 from dualenc.errors import DualencError
 from dualenc.evaluation import migration_measures as measures
@@ -246,7 +246,7 @@ class _Opened:
             return None, data
         texts = RowTexts.open(self.folder.path, self.folder.recorded, data)
         source = data or self.folder.recorded.data or ""
-        if (Path(source) / "qrels" / "test.tsv").is_file():
+        if has_test_judgements(source):
             return texts, source
         logger.info("%s: has no test judgements (qrels/test.tsv); measuring without them", source)
         return texts, None

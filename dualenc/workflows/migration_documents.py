@@ -13,7 +13,7 @@ import torch
 
 from dualenc.data import Corpus
 from dualenc.data.bad_rows import BadRows
-from dualenc.data.readers.beir import read_judged_queries
+from dualenc.data.readers.beir import has_test_judgements, read_judged_queries
 from dualenc.data.readers.sources import open_corpus
 from dualenc.encoders import load_model
 from dualenc.errors import DualencError
@@ -145,7 +145,7 @@ def open_judged(
     Returns:
         At most `MAX_JUDGED` queries that have a relevant document in the index; None without any.
     """
-    if not (folder / "qrels" / "test.tsv").is_file():
+    if not has_test_judgements(folder):
         return None
     bad_rows = BadRows(folder)
     queries, qrels = read_judged_queries(folder, "test", indexed_ids, bad_rows)

@@ -16,24 +16,11 @@ from dualenc.search.engines.filter_recall import VECTORS
 from dualenc.search.engines.migration_record import FILLING, Migration
 from dualenc.search.engines.postgres import PostgresIndex
 from dualenc.search.engines.postgres_names import written_name
-from dualenc.search.engines.pushed_folder import RESULT, read_pushed
+from dualenc.search.engines.pushed_folder import MIGRATED, RESULT, migrated_entries, read_pushed
 from dualenc.search.searcher import recorded_model
 from dualenc.types import StrPath
 
 logger = logging.getLogger("dualenc.workflows")
-
-MODEL = (
-    "model",
-    "model_checksum",
-    "side",
-    "modality",
-    "output",
-    "kind",
-    "dim",
-    "fingerprint",
-    "embeddings",
-)
-"""Entries of meta.json that a migration changes, and a rollback puts back."""
 
 
 class TableFolder:
@@ -98,7 +85,7 @@ class TableFolder:
             return {}
         old = self.recorded.fingerprint
         return {
-            "folder": self.recorded.only(MODEL).entries(),
+            "folder": self.recorded.only(MIGRATED).entries(),
             "old_fingerprint": old,
             "new_fingerprint": digest_of("migrated", old, checksum),
         }
@@ -135,18 +122,14 @@ class TableFolder:
         """Write the entries of the old model, or of the new one."""
         entries = record.notes["folder"]
         if record.state != FILLING:
-            entries = {
-                "model": record.new_model,
-                "model_checksum": record.checksum,
-                "side": "right",
-                "modality": "text",
-                "output": "embedding",
-                "kind": "query-document",
-                "dim": record.notes["dim"],
-                "fingerprint": record.notes["new_fingerprint"],
-            }
+            entries = migrated_entries(
+                record.new_model,
+                record.checksum,
+                record.notes["dim"],
+                record.notes["new_fingerprint"],
+            )
         # From now on clients may have written rows, too.
-        changed = self.recorded.without(MODEL).updated(**entries, live=True)
+        changed = self.recorded.without(MIGRATED).updated(**entries, live=True)
         changed.check(self.path, entries, "run `dualenc push` again")
         # Before the record: after a kill in between, the same command comes here again.
         measured = [name for name in (RESULT, VECTORS) if (self.path / name).is_file()]

@@ -161,6 +161,15 @@ def read_beir(
     return RetrievalSet(queries, corpus, qrels)
 
 
+def has_test_judgements(source: StrPath) -> bool:
+    """Return True for a BEIR folder that judges test queries.
+
+    Args:
+        source: any path.
+    """
+    return (Path(source) / "qrels" / "test.tsv").is_file()
+
+
 def _qrels_file(folder: Path, split: str) -> Path:
     """Return the qrels file of a split; raise a `DualencError` if it does not exist."""
     if not folder.is_dir():

@@ -30,6 +30,8 @@ class Migration(NamedTuple):
     notes: dict[str, Any]
 
 
+REVERSIBLE = "the old vectors stay until --finish, and come back by --rollback"
+"""What holds of vectors that were switched."""
 Whole = Callable[[str, str | None], str | None]
 """Returns the whole text of a row by its id and its stored text."""
 

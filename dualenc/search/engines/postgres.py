@@ -25,7 +25,7 @@ from dualenc.io.provenance import META, Provenance
 from dualenc.io.reading import check_fields
 from dualenc.io.terminal import printable
 from dualenc.search.engines.engine import RESUME, Engine, IndexKind, Rows, Settings, State
-from dualenc.search.engines.migration_record import FINISHED, SWITCHED
+from dualenc.search.engines.migration_record import FINISHED, REVERSIBLE, SWITCHED
 from dualenc.search.engines.postgres_connection import PostgresConnection, compose
 from dualenc.search.engines.postgres_filters import in_parentheses, where_clause
 from dualenc.search.engines.postgres_indexes import REBUILT_SHARE, replace_indexes, vector_indexes
@@ -313,8 +313,8 @@ class PostgresIndex(Engine):
             if record is None or record.state == FINISHED:
                 return super().migration()
             if record.state == SWITCHED:
-                rest = "the old vectors stay until --finish, and come back by --rollback"
-                return False, f"{record.new_model} has replaced {record.notes['old_model']}; {rest}"
+                old = record.notes["old_model"]
+                return False, f"{record.new_model} has replaced {old}; {REVERSIBLE}"
             if is_migrating(self.table):
                 return False, "`dualenc migrate` is running"
         # The names of indexes are recorded by the switch.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from dualenc.data.store.identity import digest_of
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.files import check_folder_target, is_folder_of
-from dualenc.io.provenance import Provenance
+from dualenc.io.provenance import MODEL_ENTRIES, Provenance
 from dualenc.io.targets import check_outside
 from dualenc.io.terminal import without_credentials
 from dualenc.types import StrPath
@@ -33,6 +34,23 @@ ENTRIES = (
     "has_snippets",
 )
 """Entries of meta.json that a push adds to those of the embeddings."""
+
+MIGRATED = (*MODEL_ENTRIES, "dim", "fingerprint", "embeddings")
+"""Entries that a migration changes; the embeddings of a migrated collection are in no folder."""
+
+
+def migrated_entries(model: str, checksum: str, dim: int, fingerprint: str) -> dict[str, Any]:
+    """Return the entries of documents that were embedded again by a query-document model.
+
+    Args:
+        model: name of the model.
+        checksum: checksum of its tower of documents.
+        dim: D, its dimension.
+        fingerprint: identity of the new vectors.
+    """
+    about = (model, checksum, "right", "text", "embedding", "query-document")
+    entries: dict[str, Any] = dict(zip(MODEL_ENTRIES, about, strict=True))
+    return entries | {"dim": dim, "fingerprint": fingerprint}
 
 
 def refuse_url(source: StrPath) -> None:

@@ -32,7 +32,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.io.provenance import Provenance
 from dualenc.search.engines.engine import REPLACED, RESUME, Engine, Rows, Settings, State
-from dualenc.search.engines.migration_record import FILLING, SWITCHED
+from dualenc.search.engines.migration_record import FILLING, REVERSIBLE, SWITCHED
 from dualenc.search.engines.pushed_folder import AGAIN
 from dualenc.search.engines.qdrant_collection import KEY
 from dualenc.search.engines.qdrant_connection import connect, one_line_errors
@@ -139,8 +139,7 @@ class QdrantIndex(Engine):
         if not record:
             return super().migration()
         if record["state"] == SWITCHED:
-            rest = "the old vectors stay until --finish, and come back by --rollback"
-            return False, f"{record['new_model']} has replaced the old model; {rest}"
+            return False, f"{record['new_model']} has replaced the old model; {REVERSIBLE}"
         line = f"one to {record['new_model']} is running, was killed, or was rolled back"
         return False, f"{line}; the same `dualenc migrate` resumes it"
 
