@@ -37,6 +37,8 @@ MIN_PAIRS = 100
 """Minimum number of pairs from which a recipe holds some out. Scores on fewer mean little."""
 DEFAULT_SHARE = 0.1
 """Share of the pairs that a recipe holds out by default."""
+MAX_SHARE_AT_LEAST = 0.3
+"""Share of the pairs up to which a caller of `hold_out` may ask for a number of them."""
 
 
 class TrainingResult(NamedTuple):
@@ -157,7 +159,11 @@ class Trainer(TrainerSettings):
         )
 
     def hold_out(
-        self, pairs: PairDataset, batching: BatchSelector | None, is_recipe: bool
+        self,
+        pairs: PairDataset,
+        batching: BatchSelector | None,
+        is_recipe: bool,
+        least: int = 0,
     ) -> tuple[PairDataset, Evaluator | None]:
         """Return the pairs to train on, and an evaluator of the held-out pairs, if any.
 
@@ -167,6 +173,8 @@ class Trainer(TrainerSettings):
             pairs: all pairs.
             batching: batch selector of the run, or None.
             is_recipe: True to hold out pairs by default.
+            least: number of pairs to hold out where that is more than `held_out`, if it is not more
+                than three tenths of all; for a comparison, which needs more than a score.
 
         Raises:
             DualencError: the settings hold out pairs that cannot be.
@@ -189,6 +197,7 @@ class Trainer(TrainerSettings):
                 "held_out does not apply to a mixture",
                 fix="name an evaluator",
             )
+        share = max(share, min(least / len(pairs), MAX_SHARE_AT_LEAST))
         rest, held_out = pairs.split(min(share, MAX_HELD_OUT / len(pairs)), self.seed)
         if isinstance(pairs, ImageViews):
             return rest, held_out_images_evaluator(pairs, rest.left_id, held_out.left_id)

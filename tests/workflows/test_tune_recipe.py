@@ -207,6 +207,25 @@ def test_an_absurd_rate_is_found_out_and_best_yaml_trains(
     assert "svg" in (tmp_path / "run-tuned" / "report.html").read_text()
 
 
+@pytest.mark.parametrize(
+    ("share", "least", "expected"),
+    [(0.1, 0, 30), (0.1, 60, 60), (0.1, 600, 90), (0.4, 60, 120), (None, 60, 60)],
+)
+def test_a_tuning_holds_out_more_than_a_training(
+    tmp_path: Path, share: float | None, least: int, expected: int
+) -> None:
+    parts = read_recipe(recipe_in(tmp_path, held_out=share)).build()
+    rest, _ = parts["trainer"].hold_out(parts["data"], None, True, least=least)
+    assert len(parts["data"]) - len(rest) == expected
+
+
+def test_nothing_is_held_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    parts = read_recipe(recipe_in(tmp_path, held_out=0.0)).build()
+    rest, evaluator = parts["trainer"].hold_out(parts["data"], None, True, least=600)
+    assert len(rest) == len(parts["data"])
+    assert evaluator is None
+
+
 @pytest.mark.slow
 def test_where_nothing_matters_the_first_is_taken(tmp_path: Path, clock: list[float]) -> None:
     recipe_in(tmp_path, noise=True)
