@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import math
@@ -310,6 +311,9 @@ class Bench:
             return False
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+            # Cycles would keep weights and optimizer in memory beside those of the next trial.
+            del parts, trainer
+            gc.collect()
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from dualenc.errors import DualencError
 from dualenc.evaluation.image_text_retrieval import both_ways_recall, recall_of_queries
 from dualenc.objectives import Objective
 from dualenc.recipe.resolve import read_recipe
+from dualenc.training import Trainer
 from dualenc.workflows import tune_recipe, tuning_trial
 from dualenc.workflows.tune_recipe import TuneResult, tune
 from dualenc.workflows.tuning_report import Tried, judge, tuning_table
@@ -33,6 +35,7 @@ from dualenc.workflows.tuning_space import (
     parse_space,
     with_values,
 )
+from dualenc.workflows.tuning_trial import Bench
 from tests.helpers.fakes import kill_this_process
 from tests.helpers.in_process import failure, run
 from tests.helpers.runs import run_and_die
@@ -217,6 +220,25 @@ def test_a_tuning_holds_out_more_than_a_training(
     parts = read_recipe(recipe_in(tmp_path, held_out=share)).build()
     rest, _ = parts["trainer"].hold_out(parts["data"], None, True, least=least)
     assert len(parts["data"]) - len(rest) == expected
+
+
+def test_a_trial_leaves_no_model_in_memory(
+    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[Any]] = []
+    fit = Trainer.fit
+
+    def watched(self: Trainer, model: Any, *args: Any, **named: Any) -> Any:
+        models.append(weakref.ref(model))
+        return fit(self, model, *args, **named)
+
+    monkeypatch.setattr(Trainer, "fit", watched)
+    recipe = read_recipe(recipe_in(tmp_path))
+    bench = Bench.of(recipe, 1.0, tmp_path / "trial")
+    bench.run(recipe, 10, lambda *_: False)
+    bench.run(recipe, 10, lambda *_: True)
+    assert len(models) == 4
+    assert not [model for model in models if model() is not None]
 
 
 def test_nothing_is_held_out_where_that_is_asked_for(tmp_path: Path) -> None:
