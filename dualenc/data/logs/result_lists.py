@@ -31,6 +31,7 @@ from dualenc.data.logs.showings import (
     query_modality,
     row_times,
     time_column,
+    unread,
 )
 from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_names import LABELS, columns_named, is_none, normalized
@@ -202,6 +203,7 @@ def read_result_lists(
         time=row_times(data, time, columns.time is not None)[rows[used]],
         missing=missing_ids(data, lists.shown, shown),
         actions={"click"},
+        notes=unread(table, data),
     )
     return one_showing_each(part)
 
