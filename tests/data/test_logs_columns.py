@@ -321,6 +321,16 @@ def test_positions_that_are_texts_are_reported(
     assert "column 'position' is not read: '1,0' is not a number" in caplog.text
 
 
+def test_ids_joined_in_one_text_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [["a", "3|1", "3"], ["b", "2|0", "2"]]
+    path = write_csv(tmp_path / "a.csv", ["query", "results", "clicked"], rows)
+    assert clicked(path) == [("a", 3, 1), ("b", 2, 1)]
+    assert "column 'results' joins ids in one text ('3|1')" in caplog.text
+    assert "column 'clicked' joins" not in caplog.text
+
+
 def test_a_position_for_each_id_of_a_list(tmp_path: Path) -> None:
     """As in the events of Algolia's Insights."""
     rows = [
