@@ -144,7 +144,7 @@ def _record_table(
         metric=build.metric,
     )
     print_line(f"{recorded.count:,} vectors of dimension {recorded.dim} stay in the table → {out}")
-    print_line(f'next: dualenc search {shlex.quote(out)} "…"')
+    print_line(f'next:  dualenc search {shlex.quote(out)} "…"')
 
 
 def _refuse_old_flags(append: bool, remove: str | None, verify: bool) -> None:

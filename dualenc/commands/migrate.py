@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from dualenc.commands.migrate_table import TableOptions, migrate_table
@@ -182,11 +183,11 @@ def _print_outcome(index: str, new_model: str, report: MigrationReport) -> None:
         print_line(f"all {report.num_vectors:,} vectors are of this model → {index}")
     elif report.state == "measured":
         verdict = f"{report.model}: {report.verdict()}; nothing is replaced"
-        begin = f"next: dualenc migrate {index} {new_model}"
         if report.meanwhile == "candidates":
-            begin += ", and searches answer by the new model at once"
-        print_line(f"{verdict}; {begin}")
+            verdict += ", and after the next command searches answer by the new model at once"
+        # At the end, so that it can be copied.
+        print_line(f"{verdict}; next: {shlex.join(['dualenc', 'migrate', index, new_model])}")
     else:
         verdict = f"{report.model} has replaced {report.old_model}: {report.verdict()}"
         rest = "the old index is removed, and no rollback is left"
-        print_line(f'{verdict}; {rest}; next: dualenc search {index} "…"')
+        print_line(f'{verdict}; {rest}; next: dualenc search {shlex.quote(index)} "…"')

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from dualenc.commands.options import TableNames
 from dualenc.commands.output import print_line
 from dualenc.errors import DualencError
+from dualenc.io.terminal import without_credentials
 
 if TYPE_CHECKING:
     from dualenc.workflows.table_report import TableReport, TableRolledBack
@@ -56,11 +57,9 @@ def migrate_table(
         rollback: put the old vectors back.
         discard: drop the new vectors too.
     """
-    again = f"dualenc migrate {shlex.quote(target) if '://' not in target else 'URL'}"
     if "://" in target:
         if options.table is None:
             raise DualencError("a database has many tables", fix="name one: --table TABLE")
-        again += f" --table {shlex.quote(options.table)}"
     elif given := [name for name, value in _of_columns(options).items() if value is not None]:
         raise DualencError(f"{given[0]} is recorded in {target}", fix="leave it out")
     engine = _engine_of(target, options)
@@ -72,7 +71,22 @@ def migrate_table(
         print_line(f"{done.location}: {_describe_table_rollback(done)}")
     else:
         report = engine.migrate(new_model, on_report=_print_table_report, **settings)
-        print_line(_describe_table(report, again))
+        print_line(_describe_table(report, _again(target, options)))
+
+
+def _again(target: str, options: TableOptions) -> str:
+    """Return the command for the same table or collection, without passwords."""
+    from dualenc.search.engines.factory import is_postgres
+
+    shown = without_credentials(target)
+    if is_postgres(target):
+        shown = importlib.import_module("dualenc.search.engines.postgres_url").without_secrets(
+            target
+        )
+    words = ["dualenc", "migrate", shown]
+    for name, value in _of_columns(options).items():
+        words += [name, value] if value is not None else []
+    return shlex.join(words)
 
 
 def _of_columns(options: TableOptions) -> dict[str, str | None]:

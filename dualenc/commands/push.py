@@ -80,7 +80,7 @@ def push(
         print_recall(result.recall)
         # After the table, which shows the filters that lose results.
         result.recall.check()
-    print_line(f'next: dualenc search {shlex.quote(str(result.folder))} "…"')
+    print_line(f'next:  dualenc search {shlex.quote(str(result.folder))} "…"')
 
 
 def print_recall(measured: EngineRecall) -> None:

@@ -156,4 +156,5 @@ def _print_results(
     for result in results:
         # As text: tables separate thousands, which is wrong for a year.
         result.update({name: str(result[name]) for name in columns if result[name] is not None})
-    print_table(Table(query, [{name: result[name] for name in names} for result in results]))
+    table = Table(query, [{name: result[name] for name in names} for result in results])
+    print_table(table, beginnings="snippet")

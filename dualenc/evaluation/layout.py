@@ -19,6 +19,8 @@ EDGES = 2
 MIN_TEXT = 12
 """Minimum width of a readable text column; narrower tables are divided into blocks."""
 MIN_PATH = 24
+MAX_LINES = 3
+"""Number of lines of a cell in a column of beginnings of texts."""
 _WORD_END = re.compile(r"(?<=[-_@,;:=&|])(?=.)")
 _PATH = re.compile(r"[/\\]")
 
@@ -41,7 +43,12 @@ class Block(NamedTuple):
     rows: list[list[str]]
 
 
-def lay_out(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> list[Block]:
+def lay_out(
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    beginnings: str | None = None,
+) -> list[Block]:
     """Divide a table into blocks that are at most `width` wide.
 
     Numbers are never broken. Long paths are shortened in the middle, other text is wrapped. Columns
@@ -51,8 +58,11 @@ def lay_out(names: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         names: headers of the C columns.
         rows: R rows of C cells, each a text in one line.
         width: width of the terminal in cells; None for no limit.
+        beginnings: name of a column whose cells are cut after three lines.
     """
     columns = [_Column(name, [row[number] for row in rows]) for number, name in enumerate(names)]
+    for column in columns:
+        column.is_cut = column.name == beginnings
     everything = list(range(len(columns)))
     if width is None:
         return [_block(columns, everything, [column.natural for column in columns])]
@@ -86,6 +96,7 @@ class _Column:
     def __init__(self, name: str, cells: Sequence[str]) -> None:
         self.name = name
         self.cells = cells
+        self.is_cut = False
         # Cells without letters (numbers, dates, intervals) are never wrapped.
         has_letters = any(character.isalpha() for character in "".join(cells))
         self.is_rigid = not has_letters
@@ -160,7 +171,8 @@ def _block(columns: Sequence[_Column], chosen: Sequence[int], widths: list[int])
     for number, width in zip(chosen, widths):
         column = columns[number]
         headers.append(_wrap(column.name, width))
-        wrapped.append([_wrap(cell, width) for cell in column.cells])
+        cells = [_wrap(cell, width) for cell in column.cells]
+        wrapped.append([_cut(cell, width) for cell in cells] if column.is_cut else cells)
     rows = [list(row) for row in zip(*wrapped)]
     return Block(list(chosen), widths, headers, rows)
 
@@ -193,6 +205,15 @@ def _wrap(text: str, width: int) -> str:
             lines[-1] += gap + part
             gap = ""
     return "\n".join(lines)
+
+
+def _cut(text: str, width: int) -> str:
+    """Return the first lines of a wrapped text; "…" stands for the others."""
+    lines = text.split("\n")
+    if len(lines) <= MAX_LINES:
+        return text
+    last = chop_cells(lines[MAX_LINES - 1], width - 1)[0]
+    return "\n".join([*lines[: MAX_LINES - 1], f"{last}…"])
 
 
 def shorten(text: str, width: int) -> str:

@@ -113,16 +113,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def print_table(table: Table) -> None:
+def print_table(table: Table, beginnings: str | None = None) -> None:
     """Print a table that fits the terminal, with control characters escaped.
 
     Args:
         table: the table; without a terminal its width is not limited.
+        beginnings: name of a column of texts, of which a terminal shows three lines each.
     """
     # rich would assume 80 columns for a pipe or a log file.
     width = Console().width if sys.stdout.isatty() else None
     rows = [[printable(cell) for cell in row] for row in table.cells()]
-    blocks = lay_out([printable(name) for name in table.columns], rows, width)
+    blocks = lay_out([printable(name) for name in table.columns], rows, width, beginnings)
     console = Console(width=width or 1 << 16, markup=False, emoji=False, highlight=False)
     console.print(Text(printable(table.caption), style="bold", overflow="fold"))
     # Columns that do not fit side by side follow in further blocks.

@@ -201,6 +201,8 @@ class Provenance:
         Raises:
             DualencError: the folder has another format, or an entry is missing or of another type.
         """
+        if folder.is_dir() and not (folder / META).exists():
+            raise DualencError(f"has no {META}: {other}", where=folder)
         entries = read_json_object(folder / META)
         if entries.get("format") != expected_format:
             raise DualencError(other, where=folder)

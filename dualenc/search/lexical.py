@@ -174,7 +174,9 @@ class Lexical:
         """
         folder = Path(index) / FOLDER
         if not folder.is_dir():
-            raise DualencError("lacks a BM25 index", fix=AGAIN, where=index)
+            raise DualencError(
+                "lacks a BM25 index", fix=f"run dualenc index {index} --bm25", where=index
+            )
         own = Provenance.unchecked(folder)
         own.check(folder / META, ["version", "count", "ids", "files"], AGAIN)
         if own.ids != checksum:

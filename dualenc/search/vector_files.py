@@ -10,6 +10,7 @@ from typing import Any
 import faiss
 import numpy as np
 
+from dualenc.data.readers.table_files import TABLE_FORMATS, file_format
 from dualenc.data.readers.vectors import load_npy
 from dualenc.errors import DualencError, explain
 from dualenc.io.provenance import Provenance
@@ -154,7 +155,10 @@ def _lengths(block: np.ndarray) -> np.ndarray:
 
 def _open_faiss(file: Path) -> tuple[str, ReadRows, list[str] | None, str]:
     """Return what a FAISS file is, its vectors, its own ids, and how it compares."""
-    with explain(f"{file}: neither a .npy matrix nor a FAISS index", "give one of these"):
+    remedy = "give one of these"
+    if file_format(file) in TABLE_FORMATS:
+        remedy = f"embed its texts with a model: dualenc index MODEL {file} --out INDEX"
+    with explain(f"{file}: neither a .npy matrix nor a FAISS index", remedy):
         whole = open_faiss(file)
     index, ids = whole, None
     if isinstance(whole, faiss.IndexIDMap):

@@ -91,8 +91,8 @@ class AdaptResult:
             if ROCCHIO in row:
                 cells[ROCCHIO] = f"{row[ROCCHIO]:.3f}"
             rows.append(cells)
-        kept = f"kept of the {self.of} weights: {self.keep:g}"
-        return Table(f"nDCG@10 over all documents, {' → '.join(names)} ({kept})", rows)
+        kept = f"{self.keep:g} of the {self.of} weights kept"
+        return Table(f"nDCG@10, {' → '.join(names)} ({kept})", rows)
 
     def notices(self) -> list[str]:
         """Return what each second task loses, or that nothing was measured."""

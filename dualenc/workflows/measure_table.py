@@ -61,6 +61,7 @@ class TableSample:
         old_model: name of the old model, for judged queries; None if it is unknown.
         data: BEIR folder with judgements of the rows; None compares results.
         batch_size: texts per forward pass.
+        progress: show progress bars.
 
     Raises:
         DualencError: judgements are given without the old model, or none fits the rows.
@@ -73,11 +74,13 @@ class TableSample:
         old_model: str | None,
         data: str | None,
         batch_size: int,
+        progress: bool,
     ) -> None:
         self.rows = rows
         self.encoder = encoder
         self.old_model = old_model
         self.batch_size = batch_size
+        self.progress = progress
         self.judged: tuple[Corpus, Qrels] | None = None
         if data is not None:
             self.judged = self._open_judged(Path(data))
@@ -107,7 +110,8 @@ class TableSample:
         """Return `facts` and `systems` of the report."""
         count = self.rows.count()
         ids, texts, old = self._drawn(count)
-        found = text_vectors(self.encoder.right, texts, self.batch_size)
+        shown = "embed the sample" if self.progress else False
+        found = text_vectors(self.encoder.right, texts, self.batch_size, shown)
         kept = [row for row, vector in enumerate(found) if not isinstance(vector, str)]
         facts = {"rows": count, "sample": len(kept), "old model": self.old_model or "unknown"}
         if len(kept) < MIN_ROWS:
@@ -142,8 +146,8 @@ class TableSample:
         assert self.judged is not None
         queries = self.judged[0]
         encoder = _load_old(str(self.old_model), self.encoder, old.shape[1])
-        old_queries = _embed(encoder.left, queries, self.batch_size)
-        new_queries = _embed(self.encoder.left, queries, self.batch_size)
+        old_queries = _embed(encoder.left, queries, self.batch_size, self.progress)
+        new_queries = _embed(self.encoder.left, queries, self.batch_size, self.progress)
         return {measures.OLD: (old_queries, old), measures.NEW: (new_queries, new)}
 
 
@@ -153,6 +157,7 @@ def most_retrieved(
     old_model: str | None,
     queries: str | None,
     batch_size: int,
+    progress: bool,
 ) -> list[str]:
     """Return the ids that past queries find, the most often found first.
 
@@ -162,6 +167,7 @@ def most_retrieved(
         old_model: name of the old model, which embeds the queries.
         queries: table of past queries; None returns no ids.
         batch_size: texts per forward pass.
+        progress: show a progress bar.
 
     Raises:
         DualencError: the old model is unknown, or its vectors have another dimension.
@@ -176,7 +182,7 @@ def most_retrieved(
     texts = open_corpus(queries, part="queries", modality="text")
     chosen = np.random.default_rng(0).permutation(len(texts))[:MAX_QUERIES]
     old = _load_old(old_model, encoder, rows.dim)
-    vectors = _embed(old.left, texts.take(np.sort(chosen)), batch_size)
+    vectors = _embed(old.left, texts.take(np.sort(chosen)), batch_size, progress)
     counts = Counter(id for found in rows.nearest(vectors, NEIGHBORS) for id in found)
     return [id for id, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
 
@@ -193,7 +199,8 @@ def _load_old(name: str, encoder: DualEncoder, dim: int) -> DualEncoder:
     return loaded
 
 
-def _embed(tower: Tower, queries: Corpus, batch_size: int) -> np.ndarray:
+def _embed(tower: Tower, queries: Corpus, batch_size: int, progress: bool) -> np.ndarray:
     """Return the vectors (Q, D) of queries."""
-    options: dict[str, Any] = {"on_error": "raise", "progress": False}
+    shown = "embed queries" if progress else False
+    options: dict[str, Any] = {"on_error": "raise", "progress": shown}
     return np.asarray(embed(tower, queries, None, batch_size=batch_size, **options).vectors)

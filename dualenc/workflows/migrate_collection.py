@@ -117,7 +117,7 @@ def migrate_collection(
                 judged = None
             notes = opened.plan(encoder, columns or TableColumnNames(), recorded_name(new_model))
             rows = QdrantSample(opened.migration(notes, texts), opened.parameters(notes))
-            sample = TableSample(rows, encoder, old, judged, batch_size)
+            sample = TableSample(rows, encoder, old, judged, batch_size, progress)
             record = _measured(opened, sample, texts, notes, new_model)
         elif record.state == FINISHED or (record.state == SWITCHED and report_only):
             return opened.report(record)
@@ -135,7 +135,7 @@ def migrate_collection(
         first: Sequence[Any] = ()
         if queries is not None and record.state == FILLING:
             rows = QdrantSample(migration, opened.parameters(record.notes))
-            names = most_retrieved(rows, encoder, old, queries, batch_size)
+            names = most_retrieved(rows, encoder, old, queries, batch_size, progress)
             first = [rows.point_of[name] for name in names]
         record = filling.run(record, first)
         if texts is not None:

@@ -131,7 +131,7 @@ def migrate_table(
         if old_model is None and data is None:
             judged = None
         if record is None:
-            sample = TableSample(filling.rows, encoder, old_model, judged, batch_size)
+            sample = TableSample(filling.rows, encoder, old_model, judged, batch_size, progress)
             record = filling.new_record(recorded_name(new_model), old_model, sample.measure())
             if texts is not None:
                 texts.check(opened.location)
@@ -145,7 +145,7 @@ def migrate_table(
             return report
         if not anyway:
             measures.check_not_worse(report.systems, new_model)
-        first = most_retrieved(filling.rows, encoder, old_model, queries, batch_size)
+        first = most_retrieved(filling.rows, encoder, old_model, queries, batch_size, progress)
         record = filling.run(record, first)
         opened.follow(record)
         if texts is not None:

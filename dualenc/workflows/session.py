@@ -118,10 +118,11 @@ def open_model(model: str, kinds: Sequence[str], device: torch.device) -> DualEn
     return encoder
 
 
-def describe_embeddings(embeddings: Embeddings, folder: StrPath) -> str:
-    """Return a line with the number, size and side of embeddings, and their folder."""
+def describe_embeddings(embeddings: Embeddings, folder: StrPath | None = None) -> str:
+    """Return a line with the number, size and side of embeddings, and their folder if it stays."""
     count = f"{len(embeddings):,} embeddings of dimension {embeddings.dim}"
-    return f"{count} ({embeddings.provenance.side} side) → {folder}"
+    place = "" if folder is None else f" → {folder}"
+    return f"{count} ({embeddings.provenance.side} side){place}"
 
 
 def report_skipped(embeddings: Embeddings) -> None:

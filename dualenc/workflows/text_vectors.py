@@ -51,7 +51,10 @@ class RowVectors:
 
 
 def text_vectors(
-    tower: Tower, texts: Sequence[str | None], batch_size: int = 32
+    tower: Tower,
+    texts: Sequence[str | None],
+    batch_size: int = 32,
+    progress: bool | str = False,
 ) -> list[np.ndarray | str]:
     """Return the vector (D,) of each text, or the reason why it has none.
 
@@ -59,29 +62,32 @@ def text_vectors(
         tower: tower of texts.
         texts: n texts; None for NULL.
         batch_size: texts per forward pass.
+        progress: description of a progress bar; False shows none.
     """
     found: list[np.ndarray | str] = ["its text is NULL or blank"] * len(texts)
     usable = [(row, text) for row, text in enumerate(texts) if text and not _is_blank(text)]
-    vectors = _embedded(tower, [text for _, text in usable], batch_size)
+    vectors = _embedded(tower, [text for _, text in usable], batch_size, progress)
     for (row, _), vector in zip(usable, vectors):
         found[row] = vector
     return found
 
 
-def _embedded(tower: Tower, texts: Sequence[str], batch_size: int) -> list[np.ndarray | str]:
+def _embedded(
+    tower: Tower, texts: Sequence[str], batch_size: int, progress: bool | str
+) -> list[np.ndarray | str]:
     """Embed texts that are not blank; a text without a vector is found by halves."""
     if not texts:
         return []
     corpus = Corpus([str(row) for row in range(len(texts))], texts)
     try:
-        found = embed(tower, corpus, batch_size=batch_size, on_error="raise", progress=False)
+        found = embed(tower, corpus, batch_size=batch_size, on_error="raise", progress=progress)
         return list(np.asarray(found.vectors))
     except BadSample as error:
         if len(texts) == 1:
             return [str(error)]
     half = len(texts) // 2
     parts = (texts[:half], texts[half:])
-    return [vector for part in parts for vector in _embedded(tower, part, batch_size)]
+    return [vector for part in parts for vector in _embedded(tower, part, batch_size, False)]
 
 
 def _is_blank(text: str) -> bool:

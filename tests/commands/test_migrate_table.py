@@ -44,12 +44,16 @@ def test_from_the_report_to_the_end(
     status, out, err = run(capsys, postgres, *model)
     assert status == 0
     assert f"searches find the vectors of {toy_text} now; 1 rows have no vector" in out
-    assert "--table printed --finish, and come back by" in out
+    assert f"until dualenc migrate {postgres} --table printed --finish, and come back by" in out
     assert "1 texts have no vector, which is NULL" in err
     status, out, _ = run(capsys, *place, "--rollback")
     assert (status, "searches find the old vectors again; those of" in out) == (0, True)
-    assert run(capsys, postgres, *model)[0] == 0
-    status, out, _ = run(capsys, *place, "--finish")
+    # What is printed can be run: the columns are named again, and the password is not shown.
+    secret = postgres.replace("me@", "me:secret@", 1)
+    status, out, _ = run(capsys, secret, *model, "--text", "body")
+    assert (status, "secret" in out) == (0, False)
+    assert f"until dualenc migrate {postgres} --table printed --text body --finish," in out
+    status, out, _ = run(capsys, *place, "--text", "body", "--finish")
     assert (status, "the old vectors are dropped; 1 rows have no vector" in out) == (0, True)
     status, out, _ = run(capsys, postgres, *model)
     assert (status, f"all vectors are of {toy_text}" in out) == (0, True)

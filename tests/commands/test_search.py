@@ -21,6 +21,7 @@ from dualenc.errors import DualencError
 from dualenc.search import Index
 from dualenc.search.texts import TextStore
 from tests.helpers import toy
+from tests.helpers.embeddings_on_disk import on_disk
 from tests.helpers.image_models import save_classes
 from tests.helpers.in_process import failure, found, run
 
@@ -341,6 +342,25 @@ def test_mistakes(
     assert message in failure(capsys, *(places.get(word, word) for word in words.split()))
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_what_is_no_index_is_told_how_to_become_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "docs.jsonl"
+    texts.write_text('{"_id": "d1", "text": "fox"}\n')
+    advice = f"index it with `dualenc index MODEL {texts} --out INDEX`"
+    assert failure(capsys, "search", texts, "fox") == f"{texts}: is a file, not an index; {advice}"
+    matrix = tmp_path / "vectors.npy"
+    matrix.touch()
+    assert f"`dualenc index {matrix} --out INDEX`" in failure(capsys, "search", matrix, "fox")
+    message = failure(capsys, "index", texts, "--out", tmp_path / "index")
+    assert f"embed its texts with a model: dualenc index MODEL {texts} --out INDEX" in message
+    message = failure(capsys, "search", tmp_path, "fox")
+    assert message.startswith(f"{tmp_path}: has no meta.json: not an index; make one with")
+    on_disk(tmp_path / "emb", np.ones((1, 2), np.float32))
+    message = failure(capsys, "search", tmp_path / "emb", "fox")
+    assert message.endswith(f"make one with `dualenc index {tmp_path / 'emb'} --out INDEX`")
 
 
 def test_a_model_that_changed_since(

@@ -253,3 +253,119 @@ def test_choices_of_label_studio(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
     with pytest.raises(DualencError, match="choice"):
         open_pairs(tmp_path / "x.parquet")
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    """Nothing is left out in silence; of many columns the first eight are named."""
+    rows = [{"query": "a", "sku": 3, "dwell": 7, "note": "x"}]
+    log = open_log(write_rows(tmp_path, "csv", rows), numbered())
+    assert log.finding.endswith("1 click; not read: 'dwell', 'note'")
+    rows = [{"query": "a", "results": [3, 1], "clicked": [3], "page": 1}]
+    log = open_log(write_rows(tmp_path, "jsonl", rows), numbered())
+    assert log.finding.endswith("positions 1–2; not read: 'page'")
+    rows = [{"query": "a", "sku": 3} | {f"c{number}": "x" for number in range(10)}]
+    log = open_log(write_rows(tmp_path, "parquet", rows), numbered())
+    assert log.finding.endswith("'c6', 'c7' and 2 others")
+
+
+def test_events_are_known_by_the_last_word_of_their_names(tmp_path: Path) -> None:
+    """As trackers such as Snowplow name them; a column that fits without it comes first."""
+    shown = "search_result_impression"
+    rows = [["a", 3, shown, 7, "x"], ["a", 2, shown, 7, "x"], ["a", 3, "searchResultClick", 7, "x"]]
+    header = ["query", "sku", "event_name", "domain_sessionid", "event_type"]
+    path = write_csv(tmp_path / "a.csv", header, rows)
+    log = open_log(path, numbered())
+    assert log.reward.tolist() == [1, 0]
+    assert "chosen: 'searchResultClick' 1; shown, not chosen: 'search_result_imp" in log.finding
+    rows = [["a", 3, "Product Clicked", 7, "click"]]
+    assert clicked(write_csv(tmp_path / "b.csv", header, rows)) == [("a", 3, 1)]
+
+
+def test_events_without_a_known_action_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [["a", 3, "seen_in_list"], ["b", 2, "followed"]]
+    path = write_csv(tmp_path / "a.csv", ["query", "sku", "event_name"], rows)
+    assert len(clicked(path)) == 2
+    assert "column 'event_name' is not read, and all its rows count as clicks: 'followed', " in (
+        caplog.text
+    )
+    log = open_log(path, numbered(), columns=LogColumns(action="event_name"))
+    assert "chosen: 'followed' 1, 'seen_in_list' 1" in log.finding
+
+
+@pytest.mark.parametrize(("at_fifth", "is_reported"), [(30, True), (26, False), (2, False)])
+def test_clicks_that_may_be_impressions_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, at_fifth: int, is_reported: bool
+) -> None:
+    """A German column of clicks is unknown; all positions have as many rows."""
+    counts = [30, 30, 30, 30, at_fifth, 1]
+    rows = [
+        [f"q{row}", row % 4, place, "nein"]
+        for place, count in enumerate(counts, 1)
+        for row in range(count)
+    ]
+    path = write_csv(tmp_path / "a.csv", ["query", "sku", "position", "Klick"], rows)
+    assert len(clicked(path)) == len(rows)
+    assert ("if rows are impressions, name the column of clicks" in caplog.text) == is_reported
+
+
+def test_positions_that_are_texts_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A table with decimal commas has them."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"query;sku;position\r\na;3;1,0\r\nb;2;2,0\r\n")
+    log = open_log(path, numbered())
+    assert log.position.tolist() == [0, 0]
+    assert "column 'position' is not read: '1,0' is not a number" in caplog.text
+
+
+def test_ids_joined_in_one_text_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [["a", "3|1", "3"], ["b", "2|0", "2"]]
+    path = write_csv(tmp_path / "a.csv", ["query", "results", "clicked"], rows)
+    assert clicked(path) == [("a", 3, 1), ("b", 2, 1)]
+    assert "column 'results' joins ids in one text ('3|1')" in caplog.text
+    assert "column 'clicked' joins" not in caplog.text
+
+
+def test_a_position_for_each_id_of_a_list(tmp_path: Path) -> None:
+    """As in the events of Algolia's Insights."""
+    rows = [
+        {"query": "a", "objectIDs": ["3", "1"], "positions": [4, 9]},
+        {"query": "b", "objectIDs": ["2"], "positions": [1]},
+    ]
+    for form in ("jsonl", "parquet"):
+        log = open_log(write_rows(tmp_path, form, rows), numbered())
+        assert log.document.tolist() == [3, 1, 2]
+        assert log.position.tolist() == [4, 9, 1]
+    rows[0]["positions"] = [4]
+    with pytest.raises(DualencError, match="'positions' holds lists whose lengths differ"):
+        open_log(write_rows(tmp_path, "jsonl", rows), numbered())
+    # Beside single ids such lists are something else.
+    rows = [{"query": "a", "sku": "3", "positions": [4, 9]}]
+    log = open_log(write_rows(tmp_path, "jsonl", rows), numbered())
+    assert log.position.tolist() == [0]
+    assert log.finding.endswith("not read: 'positions'")
+
+
+def test_times_of_bigquery() -> None:
+    texts = ["2026-03-01 08:00:00 UTC", "2026-03-01 08:00:00.250000 UTC", None]
+    found = read_times(pa.chunked_array([pa.array(texts)]))
+    assert found is not None
+    start = pd.Timestamp("2026-03-01T08:00:00Z").timestamp()
+    np.testing.assert_array_equal(found[0], [start, start + 0.25, np.nan])
+
+
+def test_one_record_around_all_rows_is_named(tmp_path: Path) -> None:
+    """As a server answers a search; records in each row of a log are no such thing."""
+    path = tmp_path / "answer.json"
+    path.write_text('{"hits": {"total": 1, "hits": [{"_source": {"query": "a", "sku": 3}}]}}')
+    with pytest.raises(DualencError, match=r"write these alone: jq '\.hits\.hits' FILE"):
+        clicked(path)
+    rows = [{"event_params": [{"key": "q"}], "sku": 3}, {"event_params": [{"key": "q"}], "sku": 2}]
+    with pytest.raises(DualencError, match="query_column") as refused:
+        clicked(write_jsonl(tmp_path / "export.jsonl", rows))
+    assert "jq" not in str(refused.value)

@@ -130,7 +130,8 @@ def test_hits_are_showings_and_events_their_rewards(
     assert log.finding == (
         "read as UBI queries and events: 12 rows, 2 queries, 3 clicks, positions 1–14, "
         "2026-03-01 to 2026-03-03; 1 document is not in the index; "
-        "2 events name no query or no object; shown, not chosen: 'impression'"
+        "2 events name no query or no object; chosen: 'add_to_cart' 2, 'click' 1, 'purchase' 5; "
+        "shown, not chosen: 'impression'"
     )
     assert np.nanmax(log.time) == pd.Timestamp("2026-03-03T10:00:05.25Z").timestamp()
 

@@ -14,7 +14,7 @@ from rich.cells import cell_len
 
 from dualenc.evaluation import migration_measures as measures
 from dualenc.evaluation import plots
-from dualenc.evaluation.layout import shorten
+from dualenc.evaluation.layout import lay_out, shorten
 from dualenc.evaluation.report_page import (
     Figure,
     Table,
@@ -223,6 +223,20 @@ def test_a_path_is_shortened_in_the_middle(
     assert re.search(r"/home/\S*…\S*/model", line)
     numbers = [line for line in lines if line.startswith((" documents", " s "))]
     assert [line.split()[-1] for line in numbers] == ["3,000", "1.5000"]
+
+
+@pytest.mark.parametrize("text", ["word " * 60, "如何恢复中断的训练运行" * 20])
+def test_beginnings_of_texts_take_three_lines(text: str) -> None:
+    """Of other columns nothing is lost, and a text that fits stays whole."""
+    rows = [["a long venue " * 6, text], ["x", "short"]]
+    [block] = lay_out(["venue", "snippet"], rows, 80, beginnings="snippet")
+    lines = block.rows[0][1].split("\n")
+    assert len(lines) == 3
+    assert text.startswith(lines[0])
+    assert lines[-1].endswith("…")
+    assert max(map(cell_len, lines)) <= block.widths[1]
+    assert block.rows[0][0].split() == rows[0][0].split()
+    assert block.rows[1] == ["x", "short"]
 
 
 def test_a_row_keeps_its_lines_together_at_80_columns(

@@ -160,7 +160,7 @@ def test_it_is_never_of_other_texts(
     assert "not the whole texts to rebuild it from; run dualenc index" in message
     shutil.rmtree(folder / "bm25")
     run("remove", folder, tmp_path / "gone.txt")
-    with pytest.raises(DualencError, match="lacks a BM25 index; run dualenc index INDEX --bm25"):
+    with pytest.raises(DualencError, match=r"lacks a BM25 index; run dualenc index .*index --bm25"):
         Searcher.open(folder, made / "model", hybrid=True)
     shutil.copytree(made / "index" / "bm25", folder / "bm25")
     with pytest.raises(DualencError, match="is of other texts"):

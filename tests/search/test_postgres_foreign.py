@@ -318,6 +318,9 @@ def test_what_leaves_a_choice_or_is_no_table_is_refused(
     assert "its indexes compare differently: choices_embedding_idx (cosine) and ip (ip)" in line
     execute(postgres, "ALTER TABLE choices ADD title text")
     assert "body and title could be --text; name it: --text body" in refused()
+    named = tmp_path / "filtered"
+    about = record_table(postgres, "choices", named, columns=["title"], metric="ip")
+    assert about.names["text"] == "body", "a column to filter by is not the text"
     execute(postgres, "CREATE VIEW seen AS SELECT * FROM choices")
     words = ("index", postgres, "--table", "seen", "--out", out)
     assert "is not a table" in failure(capsys, *words)

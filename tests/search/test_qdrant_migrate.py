@@ -446,7 +446,7 @@ def test_the_command_says_what_to_search_and_what_is_next(
     target = searched(served, "docs")[0]
     printed = capsys.readouterr().out
     assert f"'docs': search collection '{target}' with {toy_text} now; the old ones stay" in printed
-    assert "until dualenc migrate URL --table docs --finish, and come back by" in printed
+    assert f"until dualenc migrate {URL} --table docs --finish, and come back by" in printed
     run("migrate", URL, "--table", "docs", "--rollback", "--discard")
     assert "searches find the old vectors again; those of" in capsys.readouterr().out
     make_collection(served, "named", True)

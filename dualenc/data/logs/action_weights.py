@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
-from dualenc.data.logs.log_names import REJECTING, SHOWING_ONLY
+from dualenc.data.logs.log_names import CHOOSING, LAST_WORDS, REJECTING, SHOWING_ONLY
 from dualenc.data.readers.column_names import normalized
 from dualenc.errors import DualencError, nearest
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("dualenc.data")
 class ActionWeights:
     """The weight of each action by name; names are compared in snake case.
 
-    Actions without a weight count 1, and showings (impression, view, …) 0. Actions against a
-    document (thumbs_down, return, …) must be given a weight.
+    Actions without a weight count 1, and showings (impression, view, result_shown, …) 0. Actions
+    against a document (thumbs_down, return, …) must be given a weight.
 
         ActionWeights({"purchase": 5}).of("Add to cart")  # 1.0
 
@@ -54,7 +54,7 @@ class ActionWeights:
                 fix=f"give it a weight (--weights {name}=0 counts it as shown and not chosen)",
                 where=where,
             )
-        return 0.0 if not name or name in SHOWING_ONLY else 1.0
+        return 0.0 if not name or is_showing_only(name) else 1.0
 
     def check_used(self, actions: Collection[str]) -> None:
         """Report weights of actions that do not occur; there may be no purchase on some day."""
@@ -72,4 +72,13 @@ class ActionWeights:
 
 def is_showing_only(action: object) -> bool:
     """Return True for actions that say that a document was shown, and no more."""
-    return normalized(str("" if action is None else action)) in SHOWING_ONLY
+    return known_action(action) in SHOWING_ONLY
+
+
+def known_action(action: object) -> str | None:
+    """Return the common name of an action, which may be the last word of its name, or None."""
+    name = normalized(str("" if action is None else action))
+    if name in CHOOSING | SHOWING_ONLY | REJECTING:
+        return name
+    last = name.rpartition("_")[2]
+    return last if last in LAST_WORDS else None

@@ -73,7 +73,7 @@ def document_column(
         hint = f": the values of {others[0]!r} are ids of documents" if others else ""
         raise DualencError(
             "it is unclear which column is document_column",
-            fix=f"name it (columns: {', '.join(table.kinds)}){hint}",
+            fix=f"name it (--document-column; columns: {', '.join(table.kinds)}){hint}",
             where=table.path,
         )
     return own[0] if own else usual[0]

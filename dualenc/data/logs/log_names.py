@@ -21,7 +21,7 @@ SHOWN = (
 )
 """Lists of what was shown, clicked or not."""
 LISTED = (
-    *(f"{name}s" for name in DOCUMENT_IDS),
+    *(f"{name}s" for name in (*DOCUMENT_IDS, "object_id")),
     *("documents", "docs", "items", "products", "articles", "ids"),
 )
 """Lists of documents: shown if there is a column of clicks beside them."""
@@ -41,18 +41,25 @@ POSITION = (
     *("position", "rank", "pos", "position_ordinal", "event_attributes_position_ordinal"),
     *("ordinal", "result_position", "result_rank", "display_position", "display_rank"),
     *("click_position", "click_rank", "clicked_position", "clicked_rank", "serp_position"),
-    "event_attributes_rank",
+    *("event_attributes_rank", "item_list_index", "list_position", "positions", "ranks"),
 )
 RESULTS_LIST = (
     *("search_id", "request_id", "impression_id", "serp_id", "list_id", "results_id"),
     *("query_response_id", "searchid", "requestid", "srch_id"),
 )
 """Columns that name one results list."""
-SESSION = ("session_id", "session", "sid", "sessionid", "visit_id", "visit")
-USER = ("user_id", "user", "client_id", "visitor_id", "customer_id", "cookie_id")
+SESSION = (
+    *("session_id", "session", "sid", "sessionid", "visit_id", "visit"),
+    *("ga_session_id", "domain_sessionid"),
+)
+USER = (
+    *("user_id", "user", "client_id", "visitor_id", "customer_id", "cookie_id"),
+    *("user_pseudo_id", "domain_userid", "user_token", "anonymous_id"),
+)
 TIME = (
     *("timestamp", "_timestamp", "@timestamp", "event_time", "click_time", "clicked_at", "time"),
     *("datetime", "ts", "created_at", "query_time", "search_time", "unix_time", "epoch"),
+    *("event_timestamp", "collector_tstamp", "derived_tstamp"),
     *("date", "day", "dt", "event_date", "log_date", "ds"),
 )
 ACTION = (
@@ -68,7 +75,7 @@ WEIGHT = ("weight", "weights", "pair_weight", "teacher_score")
 _SHOWING_ONLY = (
     "impression impressions view viewed views show shown showing display displayed exposure "
     "exposed serve served seen render rendered results search on_search query hover viewed_item "
-    "view_item_list"
+    "view_item_list view_search_results"
 )
 SHOWING_ONLY = frozenset(_SHOWING_ONLY.split())
 """Actions that say that a document was shown, and no more."""
@@ -88,6 +95,11 @@ _REJECTING = (
 )
 REJECTING = frozenset(_REJECTING.split())
 """Actions against a document, which need a weight of the user's choice."""
+
+LAST_WORDS = frozenset(
+    ["impression", "impressions", "shown", "displayed", "click", "clicks", "clicked"]
+)
+"""Last words of names, such as search_result_click, that say what the action is."""
 
 IS_RANKS = re.compile(r"rank|position|ordinal|index")
 """Names of columns of ranks rather than ids."""

@@ -108,6 +108,15 @@ class LogTable:
                     values.append(str(entry))
         return values
 
+    @property
+    def wrapper(self) -> str:
+        """Advice if the table is one record whose field lists the rows, else ""."""
+        for name in self.kinds:
+            values = self.examined(name)
+            if len(values) == 1 and _lists_records(values[0]):
+                return f"; {name!r} lists records, so write these alone: jq '.{name}' FILE"
+        return ""
+
     def holds_numbers(self, name: str) -> bool:
         """Return True if all examined values, at least one, are single numbers."""
         if name in self.nested:
@@ -156,6 +165,10 @@ def _nested_fields(
             yield from _nested_fields(kind, path)
         elif above:
             yield ".".join(path), (path, kind)
+
+
+def _lists_records(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def values_of(array: pa.ChunkedArray, convert: Callable[[Any], float]) -> np.ndarray:

@@ -86,7 +86,8 @@ def _of_texts(
 def _seconds(text: str | None) -> float:
     """Return the seconds since 1970 of an ISO 8601 text, NaN for other texts."""
     try:
-        time = datetime.fromisoformat((text or "").strip())
+        # BigQuery writes "2026-03-01 08:00:00 UTC".
+        time = datetime.fromisoformat((text or "").strip().removesuffix(" UTC"))
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         return np.nan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -31,6 +33,7 @@ from dualenc.data.logs.showings import (
     query_modality,
     row_times,
     time_column,
+    unread,
 )
 from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_names import LABELS, columns_named, is_none, normalized
@@ -40,8 +43,11 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.errors import DualencError
 from dualenc.types import Integers
 
+logger = logging.getLogger("dualenc.data")
+
 Meaning = Literal["ids", "ranks", "labels"]
 
+_SEPARATOR = re.compile(r"\s*[|;,\s]\s*")
 _FALSE = {"0", "False", "false"}
 _TRUTH = {"1", "True", "true"} | _FALSE
 
@@ -65,6 +71,7 @@ def list_columns(table: LogTable, documents: Embeddings, columns: LogColumns) ->
         given = {name for name in vars(columns).values() if name is not None}
         free = [name for name in lists if name not in given]
         shown = _shown_column(table, free, documents)
+        _report_joined_ids(table, documents)
     if shown not in lists:
         return None
     clicked = columns.clicked
@@ -75,6 +82,22 @@ def list_columns(table: LogTable, documents: Embeddings, columns: LogColumns) ->
     if clicked is None or is_none(clicked) or _labels_rows(table, shown, clicked):
         return None
     return ListColumns(shown, clicked)
+
+
+def _report_joined_ids(table: LogTable, documents: Embeddings) -> None:
+    """Report texts such as d1|d2, of which a csv cannot say whether they are one id or several."""
+    for name in columns_named(table.kinds, (*names.SHOWN, *names.CLICKED_LISTS)):
+        if table.holds_lists(name):
+            continue
+        values = table.examined_values(name)
+        parts = [part for value in values for part in _SEPARATOR.split(value.strip())]
+        if len(parts) > len(values) and are_ids(parts, documents.ids):
+            joined = next(value for value in values if _SEPARATOR.search(value.strip()))
+            logger.warning(
+                "%s: column %r joins ids in one text (%r), which is not read as a list; write "
+                '["d1", "d2"]',
+                *(table.path, name, joined[:40]),
+            )
 
 
 def _labels_rows(table: LogTable, shown: str, clicked: str) -> bool:
@@ -202,6 +225,7 @@ def read_result_lists(
         time=row_times(data, time, columns.time is not None)[rows[used]],
         missing=missing_ids(data, lists.shown, shown),
         actions={"click"},
+        notes=unread(table, data),
     )
     return one_showing_each(part)
 

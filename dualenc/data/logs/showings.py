@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from dualenc.data.columns import Column, ItemColumn, read_column, read_ids
 from dualenc.data.item_lists import Picked, VectorItems
 from dualenc.data.logs import log_names as names
-from dualenc.data.logs.action_weights import ActionWeights, is_showing_only
+from dualenc.data.logs.action_weights import ActionWeights, is_showing_only, known_action
 from dualenc.data.logs.click_log import LogColumns
 from dualenc.data.logs.document_column import document_column
 from dualenc.data.logs.log_part import LogPart, one_showing_each
@@ -46,6 +46,11 @@ LABEL_OPTION = "label_column"
 MAX_SHOWINGS = 20_000_000
 """Counts of more showings are sampled, since each showing is a row in memory."""
 _NO_CLICKS = "are not clicks"
+MAX_UNREAD = 8
+"""Number of names of unread columns that are shown."""
+_LEVEL = 5  # at this position there are clearly fewer clicks than at the first
+_LEVEL_SHARE = 0.9
+_LEVEL_ROWS = 20
 _FROM_ZERO = 0.02  # more positions than this share are 0 only where positions count from 0
 _WORDS = ("true", "false", "yes", "no", "0", "1", "t", "f")
 
@@ -103,6 +108,8 @@ def read_showings(
         data, roles, labels, right, paired, weights, entry_weights
     )
     position, notes = _positions(data, roles.position, right, paired)
+    if shape == "clicks" and labels is None and roles.action is None:
+        _report_level_clicks(data.source, position)
     session, session_note = _sessions(data, roles, rows, query, paired)
     part = LogPart(
         items=items,
@@ -118,7 +125,7 @@ def read_showings(
         missing=missing_ids(data, roles.document, right),
         actions=actions,
         grades_are_relevance=is_graded,
-        notes=[*notes, *session_note, *shown_only(actions, weights)],
+        notes=[*notes, *session_note, *described_actions(actions, weights), *unread(table, data)],
     )
     counts = _counts(data, roles, labels, right, paired)
     if counts is not None and (counts != 1).any():
@@ -139,7 +146,7 @@ def find_roles(table: LogTable, documents: Embeddings, columns: LogColumns) -> R
     query = columns.query or query_column(table, given)
     free = [name for name in kinds if name != query and name not in given]
     position = _named_or(
-        table, columns.position, free, names.POSITION, "positions", "position_column", True
+        table, columns.position, free, names.POSITION, "positions", "position_column", False
     )
     impressions = _named_or(
         table, columns.impressions, free, names.IMPRESSIONS, "counts of impressions",
@@ -158,6 +165,8 @@ def find_roles(table: LogTable, documents: Embeddings, columns: LogColumns) -> R
     if document is None:
         others = {*roles, *sessions, *columns_named(free, names.RESULTS_LIST)}
         document = document_column(table, others, documents.ids)
+    if position is not None and columns.position is None and table.holds_lists(position):
+        position = position if table.holds_lists(document) else None
     likely: list[str] = []
     if columns.clicked is None:
         taken = {name for name in (document, *roles) if name is not None}
@@ -182,7 +191,7 @@ def query_column(table: LogTable, but: Collection[str]) -> str:
     if name is None:
         raise DualencError(
             "it is unclear which column is query_column",
-            fix=f"name it (columns: {', '.join(table.kinds)})",
+            fix=f"name it (--query-column; columns: {', '.join(table.kinds)}){table.wrapper}",
             where=table.path,
         )
     return name
@@ -212,6 +221,12 @@ def _named_or(
         if table.holds_numbers(name) or (not single and table.holds_lists(name))
     ]
     refuse_two(found, what, option, table.path)
+    others = [name for name in columns_named(free, usual) if name not in found]
+    if others and not found and what == "positions":
+        shown = next(iter(table.examined_values(others[0])), "")
+        logger.warning(
+            "%s: column %r is not read: %r is not a number", table.path, others[0], shown[:40]
+        )
     return found[0] if found else None
 
 
@@ -219,14 +234,19 @@ def action_column(table: LogTable, named: str | None, free: Sequence[str]) -> st
     """Return the column of actions: one that the user named, or that holds a known action."""
     if named is not None:
         return None if is_none(named) else named
-    known = names.SHOWING_ONLY | names.CHOOSING | names.REJECTING
-    found = [
-        name
-        for name in columns_named(free, names.ACTION)
-        if table.kinds[name] == "value"
-        and known & {normalized(value) for value in table.examined_values(name)}
-    ]
+    columns = [name for name in columns_named(free, names.ACTION) if table.kinds[name] == "value"]
+    actions = {name: sorted(set(map(normalized, table.examined_values(name)))) for name in columns}
+    by_name = names.SHOWING_ONLY | names.CHOOSING | names.REJECTING
+    found = [name for name in columns if by_name & set(actions[name])]
+    found = found or [name for name in columns if any(map(known_action, actions[name]))]
     refuse_two(found, "actions", "action_column", table.path)
+    for name in columns:
+        if not found and len(actions[name]) > 1:
+            logger.warning(
+                "%s: column %r is not read, and all its rows count as clicks: %s; if it says what "
+                "users did, name it as action_column (--action-column)",
+                *(table.path, name, ", ".join(map(repr, actions[name][:4]))),
+            )
     return found[0] if found else None
 
 
@@ -262,7 +282,9 @@ def _open(table: LogTable, roles: Roles) -> tuple[DataTable, Modality | None]:
     """Open the columns of the roles; return the modality of the queries."""
     kind, modality = query_modality(table, roles.query)
     opened: dict[str, ColumnKind] = {}
-    for name in (roles.position, roles.action, roles.impressions, roles.time):
+    if roles.position is not None:
+        opened[roles.position] = table.label_kind(roles.position)
+    for name in (roles.action, roles.impressions, roles.time):
         if name is not None:
             opened[name] = "value"
     opened |= dict.fromkeys((*roles.sessions, *roles.users), "value")
@@ -434,11 +456,15 @@ def _positions(
     if name is None:
         return np.zeros(len(paired), np.int64), []
     numbers, column = read_numbers(data, name)
-    if column.is_list:
+    if not column.is_list:
+        return whole_positions(numbers[right.rows[paired]], name)
+    if not np.array_equal(column.rows, right.rows):
         raise DualencError(
-            f"column {name!r} holds lists", fix="name one of single positions", where=data.source
+            f"column {name!r} holds lists whose lengths differ from those of the ids",
+            fix="give a position for each id, or pass position_column=none",
+            where=data.source,
         )
-    return whole_positions(numbers[right.rows[paired]], name)
+    return whole_positions(numbers[paired], name)
 
 
 def whole_positions(numbers: np.ndarray, name: str) -> tuple[Integers, list[str]]:
@@ -487,10 +513,31 @@ def _sessions(
     return own, []
 
 
-def shown_only(actions: Collection[str], weights: ActionWeights) -> list[str]:
-    """Return a note on the actions that count as showings only."""
-    found = sorted(repr(name) for name in actions if weights.of(name) == 0)
-    return [f"shown, not chosen: {', '.join(found)}"] if found else []
+def described_actions(actions: Collection[str], weights: ActionWeights) -> list[str]:
+    """Return notes on the actions that count as showings only, and on what others count."""
+    by_weight = {name: weights.of(name) for name in sorted(actions)}
+    chosen = [f"{name!r} {weight:g}" for name, weight in by_weight.items() if weight]
+    shown = [repr(name) for name, weight in by_weight.items() if not weight]
+    notes = [f"chosen: {', '.join(chosen)}"] if chosen and by_weight.keys() != {"click"} else []
+    return [*notes, *([f"shown, not chosen: {', '.join(shown)}"] if shown else [])]
+
+
+def unread(table: LogTable, data: DataTable) -> list[str]:
+    """Return a note on the columns that are not read."""
+    found = [repr(name) for name in table.kinds if name.strip() and not data.has(name)]
+    more = f" and {len(found) - MAX_UNREAD:,} others" if len(found) > MAX_UNREAD else ""
+    return [f"not read: {', '.join(found[:MAX_UNREAD])}{more}"] if found else []
+
+
+def _report_level_clicks(source: object, position: Integers) -> None:
+    """Report clicks that are as many at the fifth position as at the first."""
+    counts = np.bincount(np.minimum(position, _LEVEL + 1), minlength=_LEVEL + 2)[1 : _LEVEL + 1]
+    if counts.min() >= max(_LEVEL_ROWS, _LEVEL_SHARE * counts.max()):
+        logger.warning(
+            "%s: all rows count as clicks, and position %d has as many as position 1, unlike "
+            "clicks; if rows are impressions, name the column of clicks as %s (--label-column)",
+            *(source, _LEVEL, LABEL_OPTION),
+        )
 
 
 def _mixes_showings(data: DataTable, roles: Roles, rows: Integers) -> bool:
@@ -522,5 +569,10 @@ def row_times(data: DataTable, name: str | None, is_named: bool) -> np.ndarray:
             fix="write ISO 8601 texts, or seconds or milliseconds since 1970",
             where=data.source,
         )
-    logger.warning("%s: column %r is ignored: its values are not times", data.source, name)
+    values = data.column(name).drop_null()
+    logger.warning(
+        "%s: column %r is ignored: its values are not times such as 2026-03-01T08:00 or "
+        "1772352000 (the first is %r)",
+        *(data.source, name, str(values[0])[:40] if len(values) else ""),
+    )
     return np.full(len(data), np.nan)

@@ -32,7 +32,7 @@ from dualenc.data.logs.log_table import (
     refuse_two,
     values_of,
 )
-from dualenc.data.logs.showings import row_times, shown_only, whole_positions
+from dualenc.data.logs.showings import described_actions, row_times, whole_positions
 from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_names import columns_named, is_none
 from dualenc.data.readers.tables import DataTable
@@ -178,7 +178,7 @@ def read_ubi(
         time=np.concatenate([part.time for part in entries])[used],
         missing={name for name, row in zip(distinct, known.tolist()) if row < 0},
         actions=actions,
-        notes=[*dict.fromkeys(notes), *shown_only(actions, weights)],
+        notes=[*dict.fromkeys(notes), *described_actions(actions, weights)],
     )
     return one_showing_each(part)
 
@@ -269,7 +269,7 @@ def _column(
     if not found:
         raise DualencError(
             f"no column of {what} ({usual[0]})",
-            fix=f"name it as {option} (columns: {', '.join(table.kinds)})",
+            fix=f"name it as {option} (columns: {', '.join(table.kinds)}){table.wrapper}",
             where=table.path,
         )
     return found[0]

@@ -17,6 +17,7 @@ from dualenc.data.pairs import PairDataset
 from dualenc.data.readers.column_names import VECTORS
 from dualenc.data.readers.detect import detect_locally
 from dualenc.data.readers.id_columns import usual_id_column
+from dualenc.data.readers.table_files import TABLE_FORMATS, file_format
 from dualenc.data.readers.tables import TableSource, check_columns
 from dualenc.data.store.items import rows_of
 from dualenc.data.store.vector_shards import Embeddings
@@ -176,8 +177,10 @@ def load_npy(path: Path) -> np.ndarray:
 def refuse_vector_file(source: StrPath) -> None:
     """Raise a `DualencError` for a file in place of a folder: vectors have to be indexed first."""
     if with_home(Path(source)).is_file():
+        # Of a table the texts are embedded first.
+        before = "MODEL " if file_format(Path(source)) in TABLE_FORMATS else ""
         raise DualencError(
             "is a file, not an index",
-            fix=f"index its vectors with `dualenc index {source} --out INDEX` (FAISS or .npy)",
+            fix=f"index it with `dualenc index {before}{source} --out INDEX`",
             where=source,
         )

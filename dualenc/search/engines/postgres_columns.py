@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from dualenc.errors import DualencError, nearest
@@ -83,7 +83,12 @@ def read_columns(table: PostgresTable) -> list[Column]:
 
 
 def find_columns(
-    table: PostgresTable, names: TableColumnNames, own: Sequence[str], *, needs_text: bool = True
+    table: PostgresTable,
+    names: TableColumnNames,
+    own: Sequence[str],
+    *,
+    needs_text: bool = True,
+    filtered: Collection[str] = (),
 ) -> TableColumns:
     """Find the columns of ids, texts and vectors.
 
@@ -93,6 +98,7 @@ def find_columns(
             column, and the others are the only ones of their types.
         own: columns that an earlier migration has added.
         needs_text: whether a table without texts is refused; else its ids stand for them.
+        filtered: columns that conditions name, which hold the texts only if `names` says so.
 
     Raises:
         DualencError: a column is missing, of another type, or one of several that would fit.
@@ -102,7 +108,9 @@ def find_columns(
     ids = [c for c in columns if c.is_unique and c.is_required and c.type in ID_TYPES]
     keys = [c for c in ids if c.is_key]
     found_id = _choose(table, "--id", names.id, ids, columns, preferred=keys)
-    texts = [c for c in columns if c.type in TEXT_TYPES and (names.text or c != found_id)]
+    texts = [c for c in columns if c.type in TEXT_TYPES]
+    if not names.text:
+        texts = [c for c in texts if c != found_id and c.name not in filtered]
     if not texts and not needs_text and names.text in (None, found_id.name):
         texts = [found_id]
     found = TableColumns(

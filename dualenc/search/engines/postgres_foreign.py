@@ -90,7 +90,8 @@ class ForeignTable(PostgresIndex):
         own = [name for vector in records for name in own_columns(vector)]
         roles = ("id", "text", "vector")
         names = TableColumnNames(*map(self.provenance.names.get, roles))
-        columns = find_columns(self.table, names, own, needs_text=False)
+        filtered = self.provenance.columns
+        columns = find_columns(self.table, names, own, needs_text=False, filtered=filtered)
         vector = columns.vector
         model = self._model(records.get(vector.name), vector)
         named = {role: column.name for role, column in zip(roles, columns[:3])}

@@ -25,7 +25,7 @@ from dualenc.data.store.items import (
     write_items,
 )
 from dualenc.data.store.metadata import plain_columns
-from dualenc.data.store.vector_shards import Embeddings
+from dualenc.data.store.vector_shards import Embeddings, is_embeddings
 from dualenc.errors import DualencError, explain
 from dualenc.io.checksums import recorded, verify_files
 from dualenc.io.files import (
@@ -259,7 +259,8 @@ class Index(Recorded):
                 fix=f"make an index with `dualenc index MODEL DATA --out {folder}`",
                 where=folder,
             )
-        other = "not an index; make one with `dualenc index MODEL DATA --out FOLDER`"
+        source = folder if is_embeddings(folder) else "MODEL DATA"
+        other = f"not an index; make one with `dualenc index {source} --out INDEX`"
         required = ["dim", "count", "metric", "files", "search_parameters"]
         provenance = Provenance.from_folder(
             folder, FORMAT, FORMAT_VERSION, required, other, REBUILD
