@@ -115,7 +115,7 @@ def _embed_beside(
     )
     report_skipped(embedded)
     if distributed.is_main():
-        logger.info(describe_embeddings(embedded, folder))
+        logger.info(describe_embeddings(embedded, os.path.relpath(folder)))
     is_same = left is not None and embedded.provenance.files == left.files
     return Beside(folder, has_grown and is_same)
 

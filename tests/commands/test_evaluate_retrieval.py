@@ -103,6 +103,8 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
         "toy-text"
     ]
     assert system["datasets"].keys() == {"toy", "pairs"}
+    bars = capsys.readouterr().err
+    assert all(f"embed {name}/documents:" in bars for name in ("toy", "pairs"))
     scores = system["datasets"]["pairs"]
     assert (scores["queries"], scores["documents"]) == (2, 3)
     qrels = {"left-0": {"right-0": 1, "right-2": 1}, "left-1": {"right-1": 1}}

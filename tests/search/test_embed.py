@@ -85,6 +85,16 @@ def test_bad_samples_among_known_vectors_are_left_out() -> None:
     )
 
 
+def test_what_is_embedded_already_has_no_bar_of_no_items(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    embed(LetterTower(), corpus(300), tmp_path / "emb")
+    assert "300/300" in capfd.readouterr().err.splitlines()[-1]
+    embed(LetterTower(), corpus(300), tmp_path / "emb")
+    last = capfd.readouterr().err.split("\r")[-1]
+    assert not last.strip()
+
+
 def test_batches_hold_texts_of_similar_length() -> None:
     tower = LetterTower()
     embed(tower, corpus(512), batch_size=32, progress=False)
