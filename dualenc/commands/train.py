@@ -70,17 +70,31 @@ def train(
 
 def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
     """Print the metrics of a training before and after, and the next commands."""
+    from accelerate import PartialState
+
     loss = "" if math.isnan(result.loss) else f", training loss {result.loss:.4f}"
-    print(f"\n{result.steps} steps in {result.seconds:.0f} s{loss}")
+    # A launcher may start fewer processes than it was asked for.
+    processes = PartialState().num_processes
+    ranks = f" on {processes} processes" if processes > 1 else ""
+    print(f"\n{result.steps} steps in {result.seconds:.0f} s{ranks}{loss}")
     width = max(map(len, result.metrics), default=0)
     for name, value in result.metrics.items():
         before = f"{result.before[name]:.4f} -> " if name in result.before else ""
         print(f"  {name:<{width}}  {before}{value:.4f}")
+    if _is_worse(result):
+        print("no metric rose: the model from before may be the better one")
     if result.skipped:
         print(f"  {result.skipped} samples were left out because they could not be read")
     print_line(f"model: {result.model_folder}")
     for words in next_commands(result.model_folder, settings, result.metrics):
         print_next(words)
+
+
+def _is_worse(result: TrainingResult) -> bool:
+    """Return True if metrics fell in a training, and none rose."""
+    pairs = [(result.metrics.get(name, before), before) for name, before in result.before.items()]
+    gains = [after - before for after, before in pairs]
+    return any(gain < 0 for gain in gains) and not any(gain > 0 for gain in gains)
 
 
 def next_commands(

@@ -170,7 +170,7 @@ def _log_space(recipe: Recipe, space: Space, minutes: float, trials: int, is_def
         own = own_values(recipe, space)[name]
         logger.info("  %s=%s (first %s)", name, tried, own)
     seconds = 60 * minutes / trials
-    logger.info("Each trial trains for %.0f s by the clock; %g minutes in total", seconds, minutes)
+    logger.info("Each trial trains for %.0f s by the clock; %g min in total", seconds, minutes)
 
 
 class Search:
