@@ -120,6 +120,7 @@ def test_a_space_is_ranges_and_choices(tmp_path: Path) -> None:
         ("trainer.learning_rate=a..b", "is not a range 0 < low..high"),
         ("trainer.learning_rat=1e-3..1e-2", "learning_rat is not a key of Trainer"),
         ("trainer.batch_size=big,32", "batch_size is 'big'"),
+        ("data.path=pairs.csv", "all trials have the same data; write it before --set"),
         ("objective=SogCRL", "did you mean SogCLR"),
         ("objective.gamma=0.1,0.5", "gamma is not a key of InfoNCE"),
     ],
