@@ -91,9 +91,9 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
 
 
 def _is_worse(result: TrainingResult) -> bool:
-    """Return True if metrics fell in a training, and none rose."""
+    """Return True if metrics fell in a training, and none rose, in the digits that are printed."""
     pairs = [(result.metrics.get(name, before), before) for name, before in result.before.items()]
-    gains = [after - before for after, before in pairs]
+    gains = [round(after, 4) - round(before, 4) for after, before in pairs]
     return any(gain < 0 for gain in gains) and not any(gain > 0 for gain in gains)
 
 

@@ -17,6 +17,7 @@ from dualenc.training.trainer import TrainingResult
         ({"ndcg@10": 0.8, "recall@10": 0.9}, {"ndcg@10": 0.7, "recall@10": 0.9}, True),
         ({"ndcg@10": 0.8, "recall@10": 0.9}, {"ndcg@10": 0.7, "recall@10": 0.91}, False),
         ({"ndcg@10": 0.8}, {"ndcg@10": 0.8}, False),
+        ({"ndcg@10": 0.8}, {"ndcg@10": 0.79999}, False),
         ({"ndcg@10": 0.8}, {"mrr@10": 0.1}, False),
         ({"ndcg@10": float("nan")}, {"ndcg@10": 0.8}, False),
     ],
