@@ -142,7 +142,9 @@ def next_commands(
             "label_column",
             "quotes",
         )
-        evaluated = [held_out["path"], *_options(held_out, *names)]
+        # A file has no splits but "train", whose name would say that it was trained on.
+        own = {**held_out, "split": None} if Path(held_out["path"]).is_file() else held_out
+        evaluated = [held_out["path"], *_options(own, *names)]
         # A probe votes by the images of another split.
         voting = (evaluator.get("train") or {}).get("init_args") or {}
         evaluated += _options(
