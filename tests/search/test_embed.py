@@ -328,6 +328,17 @@ def test_the_checksum_follows_what_images_become(tmp_path: Path) -> None:
     assert checksums[0] == checksums[1] != checksums[2]
 
 
+def test_embeddings_by_other_weights_are_refused_with_their_model(tmp_path: Path) -> None:
+    embed(LetterTower(), corpus(), tmp_path, notes={"model": "me/first"}, progress=False)
+    other = LetterTower()
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    with pytest.raises(
+        DualencError, match=r"holds embeddings by other weights \(me/first\); choose another folder"
+    ):
+        embed(other, corpus(), tmp_path, progress=False)
+
+
 def test_another_precision_is_another_embedding(tmp_path: Path) -> None:
     written = embed(LetterTower(), corpus(), tmp_path / "half", autocast="bfloat16", progress=False)
     assert (
