@@ -225,7 +225,9 @@ class Search:
         # What earlier processes have spent counts.
         self.spent = sum(each.seconds for each in self.tried())
         if self.study.trials:
-            logger.info("Continuing %s: %d trials are finished", self.folder, len(self.tried()))
+            logger.info(
+                "Continuing %s: %s finished", self.folder, _counted(len(self.tried()), "trial")
+            )
 
     def _checked_plan(self, seconds: float) -> dict[str, Any]:
         """Return the plan in the folder, written if it is new; refuse another search's."""
@@ -286,13 +288,18 @@ class Search:
             bar.set_description_str(_clock(seconds - passed) + " left" + self._best_so_far())
             return passed
 
-        with bar:
-            while elapsed() + self.bench.seconds <= seconds * (1 + SLACK) or not self.tried():
-                self._run_trial(elapsed, seconds * (1 + 2 * SLACK))
+        try:
+            with bar:
+                while elapsed() + self.bench.seconds <= seconds * (1 + SLACK) or not self.tried():
+                    self._run_trial(elapsed, seconds * (1 + 2 * SLACK))
+        except KeyboardInterrupt:
+            done = _counted(len(self.tried()), "trial")
+            logger.warning("%s finished, kept in %s; the same command continues", done, self.folder)
+            raise
 
     def _best_so_far(self) -> str:
         scores = [each.score for each in self.tried() if each.score is not None]
-        return f", {len(self.tried())} trials, best {max(scores):.4f}" if scores else ""
+        return f", {_counted(len(self.tried()), 'trial')}, best {max(scores):.4f}" if scores else ""
 
     def _run_trial(self, elapsed: Callable[[], float], latest: float) -> None:
         """Run the next trial, or again the one that was killed."""
@@ -419,6 +426,10 @@ class Search:
             table,
             self.folder / PAGE,
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _clock(seconds: float) -> str:

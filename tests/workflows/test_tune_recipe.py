@@ -323,6 +323,29 @@ def test_a_killed_search_continues_with_the_trial_that_it_was_in(
 
 
 @pytest.mark.slow
+def test_an_interrupted_search_says_how_it_continues(
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recipe_in(tmp_path)
+    run_trial, begun = tune_recipe.Search._run_trial, []
+
+    def third_is_interrupted(self: tune_recipe.Search, *args: Any) -> None:
+        begun.append(args)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        run_trial(self, *args)
+
+    monkeypatch.setattr(tune_recipe.Search, "_run_trial", third_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path)
+    kept = f"2 trials finished, kept in {tmp_path / 'run-tuned'}; the same command continues"
+    assert caplog.messages[-1] == kept
+
+
+@pytest.mark.slow
 def test_a_folder_of_another_search_is_refused(tmp_path: Path, clock: list[float]) -> None:
     file = recipe_in(tmp_path)
     searched(tmp_path)
