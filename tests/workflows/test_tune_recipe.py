@@ -391,6 +391,15 @@ def test_without_optuna_the_extra_is_named(
     assert message == "tuning needs the package optuna; pip install 'dualenc[tune]'"
 
 
+def test_several_processes_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = failure(capsys, "tune", recipe_in(tmp_path))
+    assert message == "a tuning runs on one process; run it without accelerate, on one GPU"
+    assert not (tmp_path / "run-tuned").exists()
+
+
 @pytest.mark.slow
 def test_a_trial_that_cannot_be_trained_is_named_and_the_search_goes_on(
     tmp_path: Path, clock: list[float]
