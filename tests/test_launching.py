@@ -180,6 +180,7 @@ def test_a_slurm_job_out_of_time_is_queued_again_and_resumes(
     code, written = end(start("bash", LAUNCH / "slurm.sh", recipe, **environment))
     assert code == 0, written
     assert "requeued" not in written
+    assert " s on 2 processes" in written
     assert close(tmp_path / "run", alone)
 
 

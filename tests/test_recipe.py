@@ -295,8 +295,13 @@ def test_files_that_are_no_recipe(tmp_path, text, message):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DualencError, match=message):
         read_recipe(path)
-    with pytest.raises(DualencError, match="cannot be read"):
+    with pytest.raises(
+        DualencError, match="no such file; write it first: dualenc recipe text-pairs"
+    ):
         read_recipe(tmp_path / "missing.yaml")
+    # The own file, and no command that would write over it.
+    with pytest.raises(DualencError, match=r"no such file \(did you mean broken.yaml\?\)$"):
+        read_recipe(tmp_path / "broken.yml")
 
 
 @pytest.fixture
@@ -461,7 +466,7 @@ def with_arguments(**arguments):
 @pytest.mark.parametrize(
     ("kind", "data", "evaluator", "evaluated", "indexed"),
     [
-        ("query-document", TABLE, None, "retrieval DATA", "'my data.csv' --text-column b"),
+        ("query-document", TABLE, None, "retrieval TEST-DATA", "'my data.csv' --text-column b"),
         (
             "query-document",
             TABLE,
@@ -469,42 +474,42 @@ def with_arguments(**arguments):
             f"retrieval {DEV_OPTIONS}",
             "'my data.csv' --text-column b",
         ),
-        ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DATA"),
+        ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DOCUMENTS"),
         (
             "query-document",
             with_arguments(split="pairs"),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --split pairs --text-column b",
         ),
         (
             "query-document",
             with_arguments(quotes=True),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --quotes --text-column b",
         ),
         (
             "query-document",
             with_arguments(quotes=False),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --no-quotes --text-column b",
         ),
-        ("vector", with_arguments(), None, "retrieval DATA", "d --vector-column b"),
+        ("vector", with_arguments(), None, "retrieval TEST-DATA", "d --vector-column b"),
         ("image", VIEWS, KNN, "probe v.csv --train t.csv", "t.csv --image-column photo"),
         (
             "image-text",
             with_arguments(path="c.csv"),
             None,
-            "image-text DATA",
+            "image-text TEST-DATA",
             "c.csv --image-column a --id-column a",
         ),
         (
             "image-text",
             with_arguments(path="c.parquet"),
             None,
-            "image-text DATA",
+            "image-text TEST-DATA",
             "c.parquet --image-column a",
         ),
     ],
@@ -521,12 +526,22 @@ def test_next_commands_name_the_data_that_a_command_can_read(
     assert lines[2] == f"index {tmp_path}/model {indexed} --out {tmp_path}/index"
 
 
+def test_the_only_split_of_a_file_is_not_named(tmp_path):
+    (tmp_path / "dualenc.json").write_text('{"kind": "query-document"}')
+    (tmp_path / "dev.csv").write_text("a,b\n1,2\n")
+    for path, options in ((tmp_path / "dev.csv", ""), (tmp_path, " --split train")):
+        dev = {"path": str(path), "split": "train"}
+        evaluator = RETRIEVAL | {"init_args": {"pairs": TABLE | {"init_args": dev}}}
+        words = next_commands(tmp_path, {"data": TABLE, "evaluator": evaluator})
+        assert shlex.join(words[1]) == f"evaluate retrieval {tmp_path} {path}{options}"
+
+
 @pytest.mark.parametrize(
     ("metric", "evaluated"),
     [
         ("knn_accuracy", "probe {} pics --label-column kind"),
         ("other_view_top1", "corrupted {} pics --limit 100"),
-        ("", "probe {} DATA"),
+        ("", "probe {} TEST-DATA"),
     ],
 )
 def test_the_next_evaluation_of_images_depends_on_their_classes(metric, evaluated, tmp_path):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dualenc.commands.options import COMMAS
-from dualenc.commands.output import print_line
+from dualenc.commands.output import print_line, print_next
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
-STAND_IN = "DATA"  # stands for data that the next command could not read from the recipe
+# Stand for data that the next commands could not read from the recipe.
+TEST = "TEST-DATA"
+DOCUMENTS = "DOCUMENTS"
 LIMIT = "100"  # images to corrupt, in all 19 ways
 _INDEXED = {
     "image": ("image_column", "image"),
@@ -69,17 +70,31 @@ def train(
 
 def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
     """Print the metrics of a training before and after, and the next commands."""
+    from accelerate import PartialState
+
     loss = "" if math.isnan(result.loss) else f", training loss {result.loss:.4f}"
-    print(f"\n{result.steps} steps in {result.seconds:.0f} s{loss}")
+    # A launcher may start fewer processes than it was asked for.
+    processes = PartialState().num_processes
+    ranks = f" on {processes} processes" if processes > 1 else ""
+    print(f"\n{result.steps} steps in {result.seconds:.0f} s{ranks}{loss}")
     width = max(map(len, result.metrics), default=0)
     for name, value in result.metrics.items():
         before = f"{result.before[name]:.4f} -> " if name in result.before else ""
         print(f"  {name:<{width}}  {before}{value:.4f}")
+    if _is_worse(result):
+        print("no metric rose: the model from before may be the better one")
     if result.skipped:
         print(f"  {result.skipped} samples were left out because they could not be read")
     print_line(f"model: {result.model_folder}")
     for words in next_commands(result.model_folder, settings, result.metrics):
-        print_line(f"next:  dualenc {shlex.join(words)}")
+        print_next(words)
+
+
+def _is_worse(result: TrainingResult) -> bool:
+    """Return True if metrics fell in a training, and none rose, in the digits that are printed."""
+    pairs = [(result.metrics.get(name, before), before) for name, before in result.before.items()]
+    gains = [round(after, 4) - round(before, 4) for after, before in pairs]
+    return any(gain < 0 for gain in gains) and not any(gain > 0 for gain in gains)
 
 
 def next_commands(
@@ -99,7 +114,7 @@ def next_commands(
     kind = folder_kind(model)
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
-    indexed = [STAND_IN]
+    indexed = [DOCUMENTS]
     # Rows of mined negatives hold several texts each and cannot be indexed.
     if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith(
         "MinedPairs"
@@ -116,7 +131,7 @@ def next_commands(
             indexed += ["--id-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
     held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
-    evaluated = [STAND_IN]
+    evaluated = [TEST]
     if isinstance(held_out.get("path"), str):
         names = (
             "split",
@@ -127,7 +142,9 @@ def next_commands(
             "label_column",
             "quotes",
         )
-        evaluated = [held_out["path"], *_options(held_out, *names)]
+        # A file has no splits but "train", whose name would say that it was trained on.
+        own = {**held_out, "split": None} if Path(held_out["path"]).is_file() else held_out
+        evaluated = [held_out["path"], *_options(own, *names)]
         # A probe votes by the images of another split.
         voting = (evaluator.get("train") or {}).get("init_args") or {}
         evaluated += _options(

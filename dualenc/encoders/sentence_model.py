@@ -201,6 +201,18 @@ def is_of_a_side(prompt: str | None) -> bool:
     return any(prompt in names for names in PROMPT_NAMES.values())
 
 
+def recompute_activations(model: SentenceTransformer) -> None:
+    """Recompute activations in the backward pass instead of storing them.
+
+    Args:
+        model: model of one side or both.
+    """
+    with warnings.catch_warnings():
+        # sentence-transformers calls transformers by a name that is about to be dropped there.
+        warnings.filterwarnings("ignore", "`gradient_checkpointing_enable`", FutureWarning)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def set_up(
     model: SentenceTransformer,
     max_length: int | None,

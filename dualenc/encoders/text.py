@@ -106,7 +106,7 @@ class TextEncoder(DualEncoder):
                 sentence_model.check_vocabulary_sizes(model, where)
                 sentence_model.set_up(model, max_length, pooling, lora_rank, lora_targets)
                 if gradient_checkpointing:
-                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                    sentence_model.recompute_activations(model)
             for role, model, prompt in zip(ROLES, models, (query_prompt, document_prompt)):
                 dim = model.truncate_dim if truncate_dim is None else truncate_dim
                 own_prompt = sentence_model.side_prompt(model, role) if prompt is None else prompt

@@ -145,7 +145,7 @@ def with_ids(dataset: Dataset) -> tuple[Dataset, PairTexts]:
         if not _is_text(column):
             raise DualencError(
                 f"column {name} holds {column.type}, not texts",
-                fix="keep columns of texts",
+                fix=f"remove it: dataset.remove_columns({name!r})",
             )
         if column.null_count:
             raise DualencError(

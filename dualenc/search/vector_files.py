@@ -155,7 +155,7 @@ def _lengths(block: np.ndarray) -> np.ndarray:
 
 def _open_faiss(file: Path) -> tuple[str, ReadRows, list[str] | None, str]:
     """Return what a FAISS file is, its vectors, its own ids, and how it compares."""
-    remedy = "give one of these"
+    remedy = "give one of these, or MODEL DATA"
     if file_format(file) in TABLE_FORMATS:
         remedy = f"embed its texts with a model: dualenc index MODEL {file} --out INDEX"
     with explain(f"{file}: neither a .npy matrix nor a FAISS index", remedy):

@@ -201,11 +201,20 @@ def _evaluate(
 def _summary(results: Sequence[Result]) -> Table:
     """Return the main metrics; what is equal in all rows is in the caption."""
     rows = summary_rows(results)
-    about = [(row.pop("data"), row.pop("queries"), row.pop("documents")) for row in rows]
-    if len(set(about)) > 1:
-        return Table("Retrieval", summary_rows(results))
-    data, queries, documents = about[0]
-    return Table(f"Retrieval on {data}: {queries:,} queries, {documents:,} documents", rows)
+    about = {(row["data"], row["queries"], row["documents"]) for row in rows}
+    systems = {row["system"] for row in rows}
+    caption, said = "Retrieval", set()
+    if len(about) == 1:
+        data, queries, documents = about.pop()
+        caption += f" on {data}: {queries:,} queries, {documents:,} documents"
+        said = {"data", "queries", "documents"}
+    elif len(systems) == 1:
+        caption += f" by {systems.pop()}"
+        said = {"system"}
+    return Table(
+        caption,
+        [{name: value for name, value in row.items() if name not in said} for row in rows],
+    )
 
 
 def _open_encoder(

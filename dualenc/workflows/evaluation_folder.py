@@ -152,8 +152,10 @@ class EvaluationFolder:
         self, folder: StrPath, tower: Tower, corpus: Corpus, **settings: Any
     ) -> Embeddings:
         """Embed with one tower; `settings` are those of `embed_into`. Skipped items are counted."""
-        target = self.folder / folder
-        embeddings = embed_into(target, tower, corpus, progress=self.progress, **settings)
+        # One bar per side and data set, which the name of the folder tells apart.
+        name = Path(folder).as_posix().replace("embeddings/", "")
+        progress = f"embed {name}" if self.progress else False
+        embeddings = embed_into(self.folder / folder, tower, corpus, progress=progress, **settings)
         report_skipped(embeddings)
         self.num_skipped += embeddings.provenance.skipped
         return embeddings

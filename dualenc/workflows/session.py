@@ -145,7 +145,7 @@ def embed_into(
     corpus: Corpus,
     *,
     side: Side | None = None,
-    progress: bool = True,
+    progress: bool | str = True,
     **options: Any,
 ) -> Embeddings:
     """Embed into a folder below an output.
@@ -158,7 +158,8 @@ def embed_into(
         tower: the side of a model to encode with.
         corpus: N items of the tower's modality.
         side: name of the side, recorded with the embeddings.
-        progress: show a progress bar.
+        progress: show a progress bar; a string is its description, and makes it disappear at the
+            end.
         options: further options of `dualenc.search.embed.encode.embed`.
     """
     # `embed` itself notices changed items under the same ids.

@@ -14,6 +14,7 @@ from dualenc.evaluation.report_page import Figure, Table, check_report_target, w
 from dualenc.training.log import read_metrics
 from dualenc.types import StrPath
 
+LOG = "metrics.jsonl"
 MAX_VALUE = 1e100
 EVALUATION = "evaluation/"
 Row = dict[str, object]
@@ -54,6 +55,9 @@ def report(run: StrPath, *others: StrPath, out: StrPath | None = None) -> Traini
     Raises:
         DualencError: if a folder is not a run, or matplotlib is not installed.
     """
+    # Before the target, which is refused inside the parts of a run.
+    if not (Path(run) / LOG).is_file():
+        raise _no_run(Path(run))
     target = Path(out or Path(run) / "report.html")
     # Before the logs are read, which may be large.
     check_report_target(target)
@@ -96,14 +100,10 @@ def read_run(folder: Path) -> RunRecords:
     Raises:
         DualencError: if there is none, or it holds values that cannot be drawn.
     """
-    log = folder / "metrics.jsonl"
+    log = folder / LOG
     logged = read_metrics(log)
     if not logged:
-        raise DualencError(
-            "no metrics.jsonl with metrics in it",
-            fix="name the trainer.output of a run",
-            where=folder,
-        )
+        raise _no_run(folder)
     for number, line in enumerate(logged, start=1):
         for name, value in line.items():
             if value is not None and not _is_drawable(value):
@@ -113,6 +113,13 @@ def read_run(folder: Path) -> RunRecords:
                     where=f"{log}:{number}",
                 )
     return RunRecords(folder.resolve().name, logged)
+
+
+def _no_run(folder: Path) -> DualencError:
+    """Return the error for a folder without a log; it points to the run that the folder is in."""
+    is_part = (folder.parent / LOG).is_file()
+    fix = f"name the run: {folder.parent}" if is_part else "name the trainer.output of a run"
+    return DualencError("no metrics.jsonl with metrics in it", fix=fix, where=folder)
 
 
 def _is_drawable(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
-from dualenc import distributed
 from dualenc.data.store.identity import digest_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
@@ -156,7 +156,8 @@ def _check(minutes: float, trials: int) -> None:
         raise DualencError(f"minutes is {minutes}", fix="give a number above 0")
     if trials < 2:
         raise DualencError(f"trials is {trials}", fix="give at least 2")
-    if distributed.world_size() > 1:
+    # Of the launcher: the processes have not met yet.
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DualencError(
             "a tuning runs on one process", fix="run it without accelerate, on one GPU"
         )
@@ -170,7 +171,7 @@ def _log_space(recipe: Recipe, space: Space, minutes: float, trials: int, is_def
         own = own_values(recipe, space)[name]
         logger.info("  %s=%s (first %s)", name, tried, own)
     seconds = 60 * minutes / trials
-    logger.info("Each trial trains for %.0f s by the clock; %g minutes in total", seconds, minutes)
+    logger.info("Each trial trains for %.0f s by the clock; %g min in total", seconds, minutes)
 
 
 class Search:
@@ -225,7 +226,9 @@ class Search:
         # What earlier processes have spent counts.
         self.spent = sum(each.seconds for each in self.tried())
         if self.study.trials:
-            logger.info("Continuing %s: %d trials are finished", self.folder, len(self.tried()))
+            logger.info(
+                "Continuing %s: %s finished", self.folder, _counted(len(self.tried()), "trial")
+            )
 
     def _checked_plan(self, seconds: float) -> dict[str, Any]:
         """Return the plan in the folder, written if it is new; refuse another search's."""
@@ -286,13 +289,18 @@ class Search:
             bar.set_description_str(_clock(seconds - passed) + " left" + self._best_so_far())
             return passed
 
-        with bar:
-            while elapsed() + self.bench.seconds <= seconds * (1 + SLACK) or not self.tried():
-                self._run_trial(elapsed, seconds * (1 + 2 * SLACK))
+        try:
+            with bar:
+                while elapsed() + self.bench.seconds <= seconds * (1 + SLACK) or not self.tried():
+                    self._run_trial(elapsed, seconds * (1 + 2 * SLACK))
+        except KeyboardInterrupt:
+            done = _counted(len(self.tried()), "trial")
+            logger.warning("%s finished, kept in %s; the same command continues", done, self.folder)
+            raise
 
     def _best_so_far(self) -> str:
         scores = [each.score for each in self.tried() if each.score is not None]
-        return f", {len(self.tried())} trials, best {max(scores):.4f}" if scores else ""
+        return f", {_counted(len(self.tried()), 'trial')}, best {max(scores):.4f}" if scores else ""
 
     def _run_trial(self, elapsed: Callable[[], float], latest: float) -> None:
         """Run the next trial, or again the one that was killed."""
@@ -419,6 +427,10 @@ class Search:
             table,
             self.folder / PAGE,
         )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _clock(seconds: float) -> str:

@@ -23,6 +23,8 @@ TEMPERATURE = "objective.temperature"
 OBJECTIVE = "objective"
 """Chooses classes by name; a + stands for positive_in_softmax=true."""
 PLUS = "objective.positive_in_softmax"
+SHARED = ("data", "evaluator")
+"""Sections without settings to try: what is compared has to be the same for all trials."""
 EXAMPLE = "write section.key=1e-5..5e-4 or section.key=0.02,0.05"
 Values = dict[str, Any]
 
@@ -202,6 +204,12 @@ def parse_space(settings: Sequence[str], recipe: Recipe) -> Space:
             raise DualencError(f"--set {entry!r} is not a setting with values", fix=EXAMPLE)
         if name in space:
             raise DualencError(f"--set names {name} twice", fix="give all its values at once")
+        # Options after --set are read as settings to try, so this is an override out of place.
+        if name.split(".")[0] in SHARED:
+            raise DualencError(
+                f"--set {entry!r}: all trials have the same {name.split('.')[0]}",
+                fix="write it before --set",
+            )
         name = OBJECTIVE if name == "objective.class_path" else name
         tried = _range(entry, text) if ".." in text else _choice(text)
         if isinstance(tried, Choice) and (own := own_value(recipe, name)) not in tried:

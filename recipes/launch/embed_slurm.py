@@ -32,7 +32,8 @@ def main(model, data, out):
     embeddings = embed(
         tower, open_corpus(data), out, identity={"side": "right"}, notes={"model": model}
     )
-    print(f"task {os.environ['SLURM_ARRAY_TASK_ID']}: {len(embeddings):,} embeddings in {out}")
+    task = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+    print(f"task {task}: {len(embeddings):,} embeddings in {out}")
 
 
 if __name__ == "__main__":

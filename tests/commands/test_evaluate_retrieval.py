@@ -103,6 +103,8 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
         "toy-text"
     ]
     assert system["datasets"].keys() == {"toy", "pairs"}
+    bars = capsys.readouterr().err
+    assert all(f"embed {name}/documents:" in bars for name in ("toy", "pairs"))
     scores = system["datasets"]["pairs"]
     assert (scores["queries"], scores["documents"]) == (2, 3)
     qrels = {"left-0": {"right-0": 1, "right-2": 1}, "left-1": {"right-1": 1}}
@@ -114,7 +116,10 @@ def test_a_table_of_pairs_is_a_test_set_beside_a_beir_folder(
 
 @pytest.mark.slow
 def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
-    toy_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    toy_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Folders where the hub's names lead, in the hub's layout, give what BEIR folders of the same
     rows give."""
@@ -142,6 +147,10 @@ def test_nano_beir_is_thirteen_collections_of_the_hub_and_their_mean(
         assert (scores["queries"], scores["documents"]) == (4, 20)
         assert scores["metrics"]["ndcg@10"] == pytest.approx(values[-1])
     assert (len(values), system["mean"]["ndcg@10"]) == (13, pytest.approx(sum(values) / 13))
+    # The only system is named once, which leaves room for all metrics.
+    caption, _, header, *_ = capsys.readouterr().out.splitlines()
+    assert caption == "Retrieval by toy-text"
+    assert header.split()[:3] == ["data", "queries", "documents"]
     one = evaluated("retrieval", tmp_path / "one", toy_text, "beir0")["systems"]["toy-text"]
     assert one["mean"]["ndcg@10"] == pytest.approx(values[0])
 

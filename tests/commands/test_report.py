@@ -59,6 +59,14 @@ def test_without_matplotlib_one_line_names_the_extra(
     assert not (run_folder / "report.html").exists()
 
 
+@pytest.mark.parametrize("part", ["model", "metrics.jsonl"])
+def test_a_part_of_a_run_leads_to_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    folder = write_run(tmp_path / "run", [0.1, 0.4])
+    assert failure(capsys, "report", folder / part).endswith(f"; name the run: {folder}")
+
+
 @pytest.mark.slow
 def test_a_real_run(tmp_path: Path) -> None:
     train(tmp_path / "run", evaluator=RetrievalEvaluator(pairs=tiny_pairs(12)), evaluate_every=4)

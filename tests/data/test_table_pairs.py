@@ -336,6 +336,15 @@ def test_decimals_and_dates_are_spelled_out(tmp_path: Path) -> None:
     assert (corpus.ids, corpus[0], corpus.skipped) == (["2020-01-02"], "1.50", 1)
 
 
+@pytest.mark.parametrize("wrong", ["left_column", "right_column"])
+def test_a_wrong_column_is_named_with_its_argument(tmp_path: Path, wrong: str) -> None:
+    path = write_jsonl(tmp_path / "faq.jsonl", [{"Frage": "q", "Antwort": "a"}])
+    columns = {"left_column": "Frage", "right_column": "Antwort"} | {wrong: "question"}
+    message = f"faq.jsonl: {wrong}: no column 'question'; there are: Frage, Antwort"
+    with pytest.raises(DualencError, match=message):
+        TablePairs(path, **columns)
+
+
 def test_both_layouts_of_mined_negatives(tmp_path: Path) -> None:
     arguments = [("q0", ["|p0", "|p1"], ["|n0", "|n1"]), ("q1", ["|n0"], ["|p0", "|n2"])]
     plain = [flag(q, [t[1:] for t in pos], [t[1:] for t in neg]) for q, pos, neg in arguments]

@@ -31,7 +31,7 @@ def test_prompt_is_put_before_each_text_in_workers_too(
 
 
 def test_checkpointed_activations_give_the_same_gradient(
-    text_encoder: Any, texts: list[str]
+    text_encoder: Any, texts: list[str], recwarn: pytest.WarningsRecorder
 ) -> None:
     gradients = []
     for checkpointing in (False, True):
@@ -45,6 +45,7 @@ def test_checkpointed_activations_give_the_same_gradient(
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+    assert not [warning for warning in recwarn if warning.category is FutureWarning]
 
 
 @pytest.mark.parametrize(

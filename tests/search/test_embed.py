@@ -85,6 +85,16 @@ def test_bad_samples_among_known_vectors_are_left_out() -> None:
     )
 
 
+def test_what_is_embedded_already_has_no_bar_of_no_items(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    embed(LetterTower(), corpus(300), tmp_path / "emb")
+    assert "300/300" in capfd.readouterr().err.splitlines()[-1]
+    embed(LetterTower(), corpus(300), tmp_path / "emb")
+    last = capfd.readouterr().err.split("\r")[-1]
+    assert not last.strip()
+
+
 def test_batches_hold_texts_of_similar_length() -> None:
     tower = LetterTower()
     embed(tower, corpus(512), batch_size=32, progress=False)
@@ -316,6 +326,17 @@ def test_the_checksum_follows_what_images_become(tmp_path: Path) -> None:
     path.write_text(json.dumps(config))
     checksums.append(tower_checksum(load_model(tmp_path / "model").left))
     assert checksums[0] == checksums[1] != checksums[2]
+
+
+def test_embeddings_by_other_weights_are_refused_with_their_model(tmp_path: Path) -> None:
+    embed(LetterTower(), corpus(), tmp_path, notes={"model": "me/first"}, progress=False)
+    other = LetterTower()
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    with pytest.raises(
+        DualencError, match=r"holds embeddings by other weights \(me/first\); choose another folder"
+    ):
+        embed(other, corpus(), tmp_path, progress=False)
 
 
 def test_another_precision_is_another_embedding(tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ def test_a_space_is_ranges_and_choices(tmp_path: Path) -> None:
         ("trainer.learning_rate=a..b", "is not a range 0 < low..high"),
         ("trainer.learning_rat=1e-3..1e-2", "learning_rat is not a key of Trainer"),
         ("trainer.batch_size=big,32", "batch_size is 'big'"),
+        ("data.path=pairs.csv", "all trials have the same data; write it before --set"),
         ("objective=SogCRL", "did you mean SogCLR"),
         ("objective.gamma=0.1,0.5", "gamma is not a key of InfoNCE"),
     ],
@@ -344,6 +345,29 @@ def test_a_killed_search_continues_with_the_trial_that_it_was_in(
 
 
 @pytest.mark.slow
+def test_an_interrupted_search_says_how_it_continues(
+    tmp_path: Path,
+    clock: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    recipe_in(tmp_path)
+    run_trial, begun = tune_recipe.Search._run_trial, []
+
+    def third_is_interrupted(self: tune_recipe.Search, *args: Any) -> None:
+        begun.append(args)
+        if len(begun) == 3:
+            raise KeyboardInterrupt
+        run_trial(self, *args)
+
+    monkeypatch.setattr(tune_recipe.Search, "_run_trial", third_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        searched(tmp_path)
+    kept = f"2 trials finished, kept in {tmp_path / 'run-tuned'}; the same command continues"
+    assert caplog.messages[-1] == kept
+
+
+@pytest.mark.slow
 def test_a_folder_of_another_search_is_refused(tmp_path: Path, clock: list[float]) -> None:
     file = recipe_in(tmp_path)
     searched(tmp_path)
@@ -387,6 +411,15 @@ def test_without_optuna_the_extra_is_named(
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     message = failure(capsys, "tune", recipe_in(tmp_path))
     assert message == "tuning needs the package optuna; pip install 'dualenc[tune]'"
+
+
+def test_several_processes_are_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    message = failure(capsys, "tune", recipe_in(tmp_path))
+    assert message == "a tuning runs on one process; run it without accelerate, on one GPU"
+    assert not (tmp_path / "run-tuned").exists()
 
 
 @pytest.mark.slow

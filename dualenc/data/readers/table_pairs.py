@@ -12,7 +12,7 @@ from dualenc.data.columns import read_column
 from dualenc.data.readers.column_kinds import ColumnKind
 from dualenc.data.readers.column_pairs import ColumnPairs, open_with_weights
 from dualenc.data.readers.read_options import ReadOptions
-from dualenc.data.readers.tables import TableSource
+from dualenc.data.readers.tables import TableSource, check_columns
 from dualenc.types import Modality, OnError, one_or_several
 
 logger = logging.getLogger("dualenc.data")
@@ -104,6 +104,9 @@ class TablePairs(ColumnPairs):
         weight_column: str | None,
         deduplicate: bool = True,
     ) -> None:
+        # Here, where it is known which argument has the wrong name.
+        for argument, name in (("left_column", left_column), ("right_column", right_column)):
+            check_columns(f"{source.path}: {argument}", source.kinds, [name])
         # `None` looks for columns by name, [] reads none.
         if negative_column is None:
             negative_column = _default_negatives(source, (left_column, right_column))

@@ -184,8 +184,9 @@ def _embed_into(
             return encoder.shard(writer.ranges[number], bar)
 
         embeddings = writer.write_all(encode)
-        # The rest was written by other workers.
+        # The rest was written by other workers, or before: a bar of no items would say nothing.
         bar.total = bar.n
+        bar.leave = bar.leave and bar.n > 0
         return embeddings
 
 

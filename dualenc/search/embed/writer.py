@@ -184,8 +184,11 @@ class EmbeddingWriter:
         provenance = read_provenance(self.folder)
         if difference := provenance.difference(self.identity):
             name, present, own = difference
+            problem = f"holds embeddings with {name} {str(present)[:40]}, not {str(own)[:40]}"
+            if name == "model_checksum":
+                problem = f"holds embeddings by other weights ({provenance.model or 'unnamed'})"
             raise DualencError(
-                f"holds embeddings with {name} {str(present)[:40]}, not {str(own)[:40]}",
+                problem,
                 fix="choose another folder or remove it",
                 where=self.folder,
             )
