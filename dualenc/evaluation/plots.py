@@ -43,7 +43,7 @@ def lines(
         DualencError: if matplotlib is not installed.
     """
     # Paths of runs are long: with two columns of them the legend would be wider than the figure.
-    columns = 2 if max(map(len, series), default=0) <= 32 else 1
+    columns = 2 if max(map(len, series), default=0) <= 22 else 1
     legend_rows = math.ceil(len(series) / columns) if len(series) > 1 else 0
     figure, axes = _new_axes(xlabel, ylabel, legend_rows)
     for number, (name, (x, y)) in enumerate(series.items()):
@@ -96,7 +96,8 @@ def _new_axes(xlabel: str, ylabel: str, legend_rows: int = 0) -> tuple[Figure, A
     # An optional package, which takes a second to import.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.6 + 0.22 * legend_rows), layout="constrained")
+    # Narrow, so that labels are readable on a telephone.
+    figure = Figure(figsize=(5.2, 3.2 + 0.22 * legend_rows), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
