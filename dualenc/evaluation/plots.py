@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dualenc.errors import DualencError
@@ -42,10 +42,7 @@ def lines(
     Raises:
         DualencError: if matplotlib is not installed.
     """
-    # Paths of runs are long: with two columns of them the legend would be wider than the figure.
-    columns = 2 if max(map(len, series), default=0) <= 22 else 1
-    legend_rows = math.ceil(len(series) / columns) if len(series) > 1 else 0
-    figure, axes = _new_axes(xlabel, ylabel, legend_rows)
+    figure, axes = _new_axes(series, xlabel, ylabel)
     for number, (name, (x, y)) in enumerate(series.items()):
         # Markers of many points would hide the line.
         marker = "o" if len(x) <= 30 else None
@@ -59,8 +56,7 @@ def lines(
             marker=marker,
             markersize=4,
         )
-    if len(series) > 1:
-        figure.legend(frameon=False, loc="outside lower center", ncols=columns)
+    _add_legend(figure, series)
     return figure
 
 
@@ -80,22 +76,22 @@ def points(
     Raises:
         DualencError: if matplotlib is not installed.
     """
-    figure, axes = _new_axes(xlabel, ylabel)
+    figure, axes = _new_axes(series, xlabel, ylabel)
     axes.set_xscale("log")
     for number, (name, (x, y)) in enumerate(series.items()):
         axes.scatter(x, y, label=literal(name), color=COLORS[number % len(COLORS)], s=24)
-    if len(series) > 1:
-        axes.legend(frameon=False)
+    _add_legend(figure, series)
     return figure
 
 
-def _new_axes(xlabel: str, ylabel: str, legend_rows: int = 0) -> tuple[Figure, Axes]:
+def _new_axes(series: Collection[str], xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
     """Return an empty figure with labels, and room for a legend below."""
     if not can_draw():
         raise DualencError(MISSING)
     # An optional package, which takes a second to import.
     from matplotlib.figure import Figure
 
+    legend_rows = math.ceil(len(series) / _legend_columns(series)) if len(series) > 1 else 0
     # Narrow, so that labels are readable on a telephone.
     figure = Figure(figsize=(5.2, 3.2 + 0.22 * legend_rows), layout="constrained")
     axes = figure.add_subplot()
@@ -103,6 +99,18 @@ def _new_axes(xlabel: str, ylabel: str, legend_rows: int = 0) -> tuple[Figure, A
     axes.set_ylabel(ylabel)
     axes.grid(axis="y", alpha=0.3)
     return figure, axes
+
+
+def _legend_columns(series: Collection[str]) -> int:
+    """Return the columns of a legend; paths of runs are too long for two in a figure's width."""
+    return 2 if max(map(len, series), default=0) <= 22 else 1
+
+
+def _add_legend(figure: Figure, series: Collection[str]) -> None:
+    """Add a legend of several series below the axes, where it covers no curve."""
+    if len(series) > 1:
+        columns = _legend_columns(series)
+        figure.legend(frameon=False, loc="outside lower center", ncols=columns)
 
 
 def literal(text: str) -> str:
