@@ -77,9 +77,18 @@ def points(
         DualencError: if matplotlib is not installed.
     """
     figure, axes = _new_axes(series, xlabel, ylabel)
+    # An optional package, as in `_new_axes`.
+    from matplotlib.ticker import LogLocator, NullLocator
+
     axes.set_xscale("log")
     for number, (name, (x, y)) in enumerate(series.items()):
         axes.scatter(x, y, label=literal(name), color=COLORS[number % len(COLORS)], s=24)
+    low, high = axes.get_xlim()
+    # Within two decades, powers of ten alone are too few labels; more would overlap.
+    steps = (1, 2, 5) if high < 100 * low else (1,)
+    axes.xaxis.set_major_locator(LogLocator(subs=steps))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
     _add_legend(figure, series)
     return figure
 

@@ -96,6 +96,25 @@ def test_nine_curves_differ_and_their_legend_covers_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rates", "labels"),
+    [
+        ([0.003, 0.06], ["0.005", "0.01", "0.02", "0.05"]),
+        ([1e-5, 0.1], ["1e−05", "0.0001", "0.001", "0.01", "0.1"]),
+    ],
+)
+def test_points_have_plain_rates_below_them_and_a_legend_covers_none(
+    rates: list[float], labels: list[str]
+) -> None:
+    figure = plots.points({"a": (rates, [1, 2]), "b": (rates, [2, 1])})
+    figure.draw_without_rendering()
+    low, high = figure.axes[0].get_xlim()
+    ticks = figure.axes[0].xaxis.get_major_ticks()
+    assert [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high] == labels
+    [legend] = figure.legends
+    assert not legend.get_window_extent().overlaps(figure.axes[0].get_window_extent())
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.64512, "0.6451"),
