@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito's palette, which color-blind readers can distinguish.
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+# Okabe & Ito's palette, which color-blind readers can distinguish; gray for its yellow, which is
+# faint on white.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F", "#000000")
 DASHES = ("-", "--", ":", "-.")
 MISSING = "drawing curves needs the package matplotlib: pip install 'dualenc[plots]'"
 
