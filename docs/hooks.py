@@ -1,9 +1,11 @@
-"""Hooks of the mkdocs site: the help of all commands, the Markdown of each page, and redirects."""
+"""Hooks of the mkdocs site: the help of all commands, where lines and table cells may break, the
+Markdown of each page, and redirects."""
 
 from __future__ import annotations
 
 import io
 import os.path
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,15 @@ REDIRECTS = {
     "index-stays-valid": "adapt",
 }
 """Addresses of pages that were renamed, each with the page's present name."""
+
+CODE = re.compile(r"(?<!<pre>)(<code>)([^<]*)(?=</code>)")
+HYPHENATED = re.compile(r"[^\s-]*-[^\s]*")
+MAX_UNBROKEN = 24
+"""Characters of a name that fit into a column on a telephone."""
+CELL = re.compile(r"<td>(.*?)</td>", re.DOTALL)
+TAG = re.compile(r"<[^>]*>")
+MIN_LONG = 60
+"""Characters of a table cell from which on it needs a wide column."""
 
 REDIRECT = """\
 <!doctype html>
@@ -39,6 +50,26 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     sections = [f"## dualenc {command}\n\n```text\n{help_text(command)}```" for command in COMMANDS]
     return "\n\n".join([markdown, *sections])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep options such as `--top-k` on one line, and mark table cells with long text."""
+    html = CODE.sub(lambda match: match[1] + HYPHENATED.sub(_unbroken, match[2]), html)
+    return CELL.sub(_cell, html)
+
+
+def _unbroken(name: re.Match[str]) -> str:
+    """Return a name with hyphens, at which a browser would break the line, as HTML."""
+    if len(name[0]) > MAX_UNBROKEN:
+        return name[0]
+    return f'<span class="unbroken">{name[0]}</span>'
+
+
+def _cell(cell: re.Match[str]) -> str:
+    """Return a table cell, with the class `long` if its text is; ± stays with its number."""
+    content = cell[1].replace("± ", "±&nbsp;")
+    is_long = len(TAG.sub("", content)) >= MIN_LONG
+    return f'<td class="long">{content}</td>' if is_long else f"<td>{content}</td>"
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:

@@ -41,7 +41,7 @@ def small_batch(folder: Path, vectors: Path = VECTORS, encoders: Path = ENCODERS
         group = groups[task]
         stem = f"{task}_{group[0].pairs_seen}".replace(" ", "_")
         curves = test_quality(group, DRAWN, lambda each: each.batch_size)
-        several = {name: points for name, points in curves.items() if len(points) > 1}
+        several = {name: points if len(points) > 1 else [] for name, points in curves.items()}
         figure = drawn(several, "batch size", "quality on test data", log=True)
         write(folder / f"{stem}_batch.svg", figure)
         for column, label in enumerate(FIGURES[task]):
@@ -72,7 +72,8 @@ def held_out_quality(group: Sequence[Seeds], column: int) -> Curves:
     for each in group:
         if each.batch_size == ORDINARY_BATCH and each.objective in DRAWN:
             points = np.mean(values(each.runs, "curve"), axis=0)  # pairs, seconds, quality
-            curves[each.objective] = [(own[column], own[2], 0.0) for own in points]
+            # Without the untrained model, whose quality of 0 would press the curves together.
+            curves[each.objective] = [(own[column], own[2], 0.0) for own in points[1:]]
     return curves
 
 
@@ -80,14 +81,17 @@ def drawn(curves: Curves, xlabel: str, ylabel: str, log: bool = False) -> Figure
     """Draw curves with their legend below them, narrow enough to be read on a telephone."""
     figure = Figure(figsize=(5.2, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    curves = {name: points for name, points in curves.items() if points}
+    # An objective without points keeps its color, so that all figures of a page agree.
     for (name, points), color in zip(curves.items(), COLORS[: len(curves)], strict=True):
+        if not points:
+            continue
         x, y, deviations = zip(*points, strict=True)
         style = {"marker": "o", "markersize": 4, "capsize": 2, "color": color, "label": name}
         axes.errorbar(x, y, deviations if any(deviations) else None, **style)
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
+    axes.xaxis.set_major_formatter("{x:,g}")
     if log:
         ticks = sorted({at for points in curves.values() for at, *_ in points})
         axes.set_xscale("log")

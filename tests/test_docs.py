@@ -184,6 +184,22 @@ def test_redirects_lead_to_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert not (ROOT / "docs" / f"{old}.md").exists(), old
 
 
+def test_options_stay_on_one_line_and_long_cells_are_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import hooks
+
+    unbroken = '<code>push emb <span class="unbroken">--top-k</span> 3 a_b</code>'
+    assert (
+        hooks.on_page_content("<p><code>push emb --top-k 3 a_b</code></p>") == f"<p>{unbroken}</p>"
+    )
+    long_name = "a-" * 20
+    for unchanged in ("<pre><code>push --top-k 3</code></pre>", f"<code>{long_name}</code>"):
+        assert hooks.on_page_content(unchanged) == unchanged
+    row = f"<td>1 ± 2</td><td><a href='{'x' * 99}'>short</a></td><td>{'word ' * 20}</td>"
+    expected = row.replace("± ", "±&nbsp;").replace("<td>word", '<td class="long">word')
+    assert hooks.on_page_content(row) == expected
+
+
 @pytest.mark.nightly
 def test_site_builds_without_warning_and_asks_nobody(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason='the site needs pip install ".[docs]"')

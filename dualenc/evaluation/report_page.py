@@ -192,8 +192,13 @@ def check_report_target(path: StrPath, remedy: str = "name another --out") -> No
 
 
 def _alignments(table: Table) -> list[str]:
-    """Return the CSS class of each column."""
-    return ["number" if table.is_numeric(name) else "" for name in table.columns]
+    """Return the CSS class of each column: numbers, numbers with intervals, or text."""
+    classes = []
+    for name, cells in zip(table.columns, zip(*table.cells())):
+        has_letters = any(map(str.isalpha, "".join(cells)))
+        other = "" if has_letters else "interval"
+        classes.append("number" if table.is_numeric(name) else other)
+    return classes
 
 
 def _visible(value: object) -> object:

@@ -244,10 +244,10 @@ def summary_rows(results: Sequence[Result]) -> list[dict[str, object]]:
 def _summary_row(
     dataset: str, system: str, sizes: tuple[int | None, int | None], means: Scores
 ) -> dict[str, object]:
-    """Return a row of the summary table: names, sizes, and the metrics of `HEADLINES`."""
+    """Return a row of the summary table: names, the metrics of `HEADLINES`, and sizes."""
     names = {"data": dataset, "system": system}
     counts = dict(zip(("queries", "documents"), sizes))
-    return {**names, **counts, **{name: means[name] for name in HEADLINES}}
+    return {**names, **{name: means[name] for name in HEADLINES}, **counts}
 
 
 def cutoff_rows(results: Sequence[Result]) -> list[dict[str, object]]:
