@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,7 +9,7 @@ from cyclopts import Parameter, validators
 from cyclopts.types import NormFloat, PositiveFloat, PositiveInt, UInt32
 
 from dualenc.commands.options import BatchSize
-from dualenc.commands.output import print_line
+from dualenc.commands.output import QUERY, print_line, print_next
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -147,7 +146,7 @@ def adapt(
         _print_result(result)
         # A model that is not better is not to be used next.
         if result.gate is None or result.gate.passed:
-            print_line(f"next:  {_next_command(index, result)}")
+            print_next(*_next_command(index, result))
     if result.gate is not None:
         result.gate.check()
 
@@ -187,7 +186,7 @@ def _print_result(result: AdaptResult) -> None:
     print_line(f"model, metrics and report.html are in {result.folder}")
 
 
-def _next_command(index: str, result: AdaptResult) -> str:
+def _next_command(index: str, result: AdaptResult) -> tuple[list[str], str | None]:
     """Return how to use the model: search an index or an engine, or evaluate over embeddings."""
     from dualenc.search.engines.pushed_folder import is_pushed
     from dualenc.search.index.open import is_index
@@ -195,7 +194,6 @@ def _next_command(index: str, result: AdaptResult) -> str:
     model = f"{result.folder}/model"
     # Only an index or an engine can be searched; embeddings are only good for measuring.
     if is_index(index) or is_pushed(index):
-        query = {"text": '"…"', "image": "QUERY.jpg", "vector": "QUERY.npy"}[result.query_modality]
-        return f"{shlex.join(['dualenc', 'search', index, '--model', model])} {query}"
-    words = ["dualenc", "evaluate", "retrieval", model, "BEIR-FOLDER", "--documents", index]
-    return shlex.join(words)
+        query = {"text": QUERY, "image": "QUERY.jpg", "vector": "QUERY.npy"}[result.query_modality]
+        return ["search", index, "--model", model], query
+    return ["evaluate", "retrieval", model, "BEIR-FOLDER", "--documents", index], None

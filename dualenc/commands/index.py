@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shlex
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -16,7 +15,7 @@ from dualenc.commands.options import (
     given_options,
     refuse_together,
 )
-from dualenc.commands.output import print_line
+from dualenc.commands.output import QUERY, print_line, print_next
 from dualenc.errors import DualencError
 
 if TYPE_CHECKING:
@@ -144,7 +143,7 @@ def _record_table(
         metric=build.metric,
     )
     print_line(f"{recorded.count:,} vectors of dimension {recorded.dim} stay in the table → {out}")
-    print_line(f'next: dualenc search {shlex.quote(out)} "…"')
+    print_next(["search", out], QUERY)
 
 
 def _refuse_old_flags(append: bool, remove: str | None, verify: bool) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 from cyclopts.types import NormFloat
 
-from dualenc.commands.output import print_line
+from dualenc.commands.output import QUERY, print_line, print_next
 
 if TYPE_CHECKING:
     from dualenc.workflows.measure_engine import EngineRecall
@@ -80,7 +79,7 @@ def push(
         print_recall(result.recall)
         # After the table, which shows the filters that lose results.
         result.recall.check()
-    print_line(f'next: dualenc search {shlex.quote(str(result.folder))} "…"')
+    print_next(["search", str(result.folder)], QUERY)
 
 
 def print_recall(measured: EngineRecall) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from dualenc.commands.options import COMMAS
-from dualenc.commands.output import print_line
+from dualenc.commands.output import print_line, print_next
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import TrainingResult
 
-STAND_IN = "DATA"  # stands for data that the next command could not read from the recipe
+# Stand for data that the next commands could not read from the recipe.
+TEST = "TEST-DATA"
+DOCUMENTS = "DOCUMENTS"
 LIMIT = "100"  # images to corrupt, in all 19 ways
 _INDEXED = {
     "image": ("image_column", "image"),
@@ -79,7 +80,7 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
         print(f"  {result.skipped} samples were left out because they could not be read")
     print_line(f"model: {result.model_folder}")
     for words in next_commands(result.model_folder, settings, result.metrics):
-        print_line(f"next:  dualenc {shlex.join(words)}")
+        print_next(words)
 
 
 def next_commands(
@@ -99,7 +100,7 @@ def next_commands(
     kind = folder_kind(model)
     run = str(model.parent)
     data = settings["data"].get("init_args") or {}
-    indexed = [STAND_IN]
+    indexed = [DOCUMENTS]
     # Rows of mined negatives hold several texts each and cannot be indexed.
     if isinstance(data.get("path"), str) and not settings["data"]["class_path"].endswith(
         "MinedPairs"
@@ -116,7 +117,7 @@ def next_commands(
             indexed += ["--id-column", column]
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
     held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
-    evaluated = [STAND_IN]
+    evaluated = [TEST]
     if isinstance(held_out.get("path"), str):
         names = (
             "split",

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import Annotated
 
 from cyclopts import Parameter, validators
 from cyclopts.types import PositiveFloat, UInt32
 
 from dualenc.commands.options import COMMAS
-from dualenc.commands.output import print_line
+from dualenc.commands.output import print_line, print_next
 
 
 def tune(
@@ -60,4 +59,4 @@ def tune(
     print_table(result.table)
     print_line(result.verdict.text)
     print_line(f"table and plot: {result.page}")
-    print_line(f"next:  dualenc {shlex.join(['train', str(result.recipe)])}")
+    print_next(["train", str(result.recipe)])
