@@ -25,7 +25,7 @@ import torch
 import toys
 from frame import command_line
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.models import Dense, Normalize
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize
 from tqdm.auto import tqdm
 
 from dualenc.data import BeirPairs, open_corpus
@@ -104,12 +104,12 @@ def short(folder: Path, out: Path, words: int = 64, documents: int | None = None
     ids = {row["_id"] for row in corpus}
     if documents is not None:
         test, train = (
-            {line.split("\t")[1] for line in judged[f"{part}.tsv"][1:]}
+            {line.split("\t")[1] for line in judged.get(f"{part}.tsv", [])[1:]}
             for part in ("test", "train")
         )
         others = sorted(train - test)
         random.Random(0).shuffle(others)
-        ids = test | set(others[: documents - len(test)])
+        ids = test | set(others[: max(documents - len(test), 0)])
     (out / "qrels").mkdir(parents=True, exist_ok=True)
     for name, (header, *lines) in judged.items():
         kept = [line for line in lines if line.split("\t")[1] in ids]

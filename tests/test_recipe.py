@@ -295,8 +295,13 @@ def test_files_that_are_no_recipe(tmp_path, text, message):
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DualencError, match=message):
         read_recipe(path)
-    with pytest.raises(DualencError, match="cannot be read"):
+    with pytest.raises(
+        DualencError, match="no such file; write it first: dualenc recipe text-pairs"
+    ):
         read_recipe(tmp_path / "missing.yaml")
+    # The own file, and no command that would write over it.
+    with pytest.raises(DualencError, match=r"no such file \(did you mean broken.yaml\?\)$"):
+        read_recipe(tmp_path / "broken.yml")
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dualenc.errors import DualencError
+from dualenc.errors import DualencError, nearest
 from dualenc.recipe.check import CLASS_KEYS, FILLED, build, check_keys, check_value
 from dualenc.recipe.packaged import remedy_for_missing
 from dualenc.recipe.yaml_files import RecipeLoader
@@ -195,10 +195,16 @@ def _with_home(value: Any) -> Any:
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         settings = yaml.load(path.read_text(encoding="utf-8"), RecipeLoader)
+    except FileNotFoundError:
+        # A slip in the name must not lead to writing over one's own recipe.
+        alike = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+        problem = f"no such file{alike}"
+        raise DualencError(
+            problem, fix="" if alike else remedy_for_missing(path), where=path
+        ) from None
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         problem = f"cannot be read ({' '.join(str(error).split())})"
-        is_missing = isinstance(error, FileNotFoundError)
-        fix = remedy_for_missing(path) if is_missing else "name a recipe in YAML"
+        fix = "name a recipe in YAML; data are given as data.path=FILE"
         raise DualencError(problem, fix=fix, where=path) from None
     if not isinstance(settings, dict):
         raise DualencError(

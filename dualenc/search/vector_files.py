@@ -154,7 +154,9 @@ def _lengths(block: np.ndarray) -> np.ndarray:
 
 def _open_faiss(file: Path) -> tuple[str, ReadRows, list[str] | None, str]:
     """Return what a FAISS file is, its vectors, its own ids, and how it compares."""
-    with explain(f"{file}: neither a .npy matrix nor a FAISS index", "give one of these"):
+    with explain(
+        f"{file}: neither a .npy matrix nor a FAISS index", "give one of these, or MODEL DATA"
+    ):
         whole = open_faiss(file)
     index, ids = whole, None
     if isinstance(whole, faiss.IndexIDMap):
