@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import BENCHMARK, SEVERITIES, CorruptedImages
 from dualenc.evaluation.probe import unit_rows
+from dualenc.io.cpus import usable_workers
 from dualenc.io.reading import read_json_object
 from dualenc.io.terminal import printable
 from dualenc.seeds import derive_seed
@@ -235,7 +235,7 @@ def estimate_seconds(
         return None
     preparing, encoding = np.mean(timed[1:], axis=0).tolist()
     # Workers prepare the next images while this process encodes.
-    parallel = min(num_workers, os.cpu_count() or 1)
+    parallel = usable_workers(num_workers)
     per_image = max(preparing / parallel, encoding) if parallel else preparing + encoding
     num_images = len(indices[distributed.rank_slice(len(indices))])
     return float(per_image * num_images)

@@ -39,6 +39,7 @@ from dualenc.evaluation.corruptions import (
 )
 from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report_page import Table
+from dualenc.io.cpus import usable_workers
 from dualenc.types import StrPath
 from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
@@ -132,7 +133,7 @@ def evaluate_corrupted(
             training = _open_training(images, f"{train} ({train_split})", source)
         # After the labels and the baseline, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
-        measuring = _Measuring(tower, limit, seed, num_workers, progress)
+        measuring = _Measuring(tower, limit, seed, usable_workers(num_workers), progress)
         if distributed.is_main():
             _log_plan(measuring, source, severity, with_probe=training is not None)
         metrics, tables = _measure_retrieval(measuring, source, clean, severity)

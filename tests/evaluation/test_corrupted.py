@@ -186,11 +186,14 @@ class Slow(CleanImages):
 
 
 @pytest.mark.slow
-def test_the_estimate_leaves_the_first_image_out_and_divides_by_workers() -> None:
+def test_the_estimate_leaves_the_first_image_out_and_divides_by_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     versions = ImageVersions(Slow(pictures(100)), [CLEAN], prepare)
     alone = estimate_seconds(versions, encode, range(100))
     assert alone is not None
     assert 2 <= alone < 6
+    monkeypatch.setattr("dualenc.evaluation.corrupted.usable_workers", lambda number: number)
     parallel = estimate_seconds(versions, encode, range(100), num_workers=2)
     assert parallel is not None
     assert parallel < 0.8 * alone
