@@ -1,4 +1,4 @@
-"""Print what workflows and trainings log: information on stdout, the rest on stderr."""
+"""Print messages: information of workflows on stdout, warnings and trainings on stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from dualenc.io.terminal import printable
 
 TRAINING = "dualenc.training"
-LOGGERS = ("dualenc.workflows", TRAINING)
+LEVELS = {
+    "dualenc": logging.WARNING,
+    "dualenc.workflows": logging.INFO,
+    TRAINING: logging.INFO,
+}
+"""The lowest level of the messages that are printed, by logger."""
 
 
 class NoticeHandler(logging.Handler):
@@ -31,14 +36,15 @@ class NoticeHandler(logging.Handler):
 
 @contextmanager
 def printed_notices() -> Iterator[None]:
-    """Print what workflows and trainings log, until the context ends."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    """Print what workflows and trainings log, and all warnings, until the context ends."""
+    loggers = {logging.getLogger(name): level for name, level in LEVELS.items()}
     before = [(logger.level, logger.propagate) for logger in loggers]
     handler = NoticeHandler()
-    for logger in loggers:
+    for logger, lowest in loggers.items():
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        # A root handler, if a library has installed one, would print the same lines again.
+        logger.setLevel(lowest)
+        # Handlers of other loggers, such as a root handler that a library has installed, would
+        # print the same lines again.
         logger.propagate = False
     try:
         yield
