@@ -466,7 +466,7 @@ def with_arguments(**arguments):
 @pytest.mark.parametrize(
     ("kind", "data", "evaluator", "evaluated", "indexed"),
     [
-        ("query-document", TABLE, None, "retrieval DATA", "'my data.csv' --text-column b"),
+        ("query-document", TABLE, None, "retrieval TEST-DATA", "'my data.csv' --text-column b"),
         (
             "query-document",
             TABLE,
@@ -474,42 +474,42 @@ def with_arguments(**arguments):
             f"retrieval {DEV_OPTIONS}",
             "'my data.csv' --text-column b",
         ),
-        ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DATA"),
+        ("query-document", MINED, ON_DEV, "retrieval a --split dev", "DOCUMENTS"),
         (
             "query-document",
             with_arguments(split="pairs"),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --split pairs --text-column b",
         ),
         (
             "query-document",
             with_arguments(quotes=True),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --quotes --text-column b",
         ),
         (
             "query-document",
             with_arguments(quotes=False),
             None,
-            "retrieval DATA",
+            "retrieval TEST-DATA",
             "d --no-quotes --text-column b",
         ),
-        ("vector", with_arguments(), None, "retrieval DATA", "d --vector-column b"),
+        ("vector", with_arguments(), None, "retrieval TEST-DATA", "d --vector-column b"),
         ("image", VIEWS, KNN, "probe v.csv --train t.csv", "t.csv --image-column photo"),
         (
             "image-text",
             with_arguments(path="c.csv"),
             None,
-            "image-text DATA",
+            "image-text c.csv --left-column a --right-column b",
             "c.csv --image-column a --id-column a",
         ),
         (
             "image-text",
-            with_arguments(path="c.parquet"),
+            with_arguments(path="c.parquet", split="train"),
             None,
-            "image-text DATA",
+            "image-text c.parquet --left-column a --right-column b",
             "c.parquet --image-column a",
         ),
     ],
@@ -531,7 +531,7 @@ def test_next_commands_name_the_data_that_a_command_can_read(
     [
         ("knn_accuracy", "probe {} pics --label-column kind"),
         ("other_view_top1", "corrupted {} pics --limit 100"),
-        ("", "probe {} DATA"),
+        ("", "probe {} TEST-DATA"),
     ],
 )
 def test_the_next_evaluation_of_images_depends_on_their_classes(metric, evaluated, tmp_path):
