@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ from dualenc.types import one_or_several
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer, TrainingResult
+
+logger = logging.getLogger("dualenc.recipe")
 
 SECTIONS = {
     "data": "dualenc.data.PairDataset",
@@ -130,7 +133,9 @@ def read_recipe(
             nearest valid one); an argument is missing; a value has the wrong type; a class is
             outside dualenc and the allowed modules, or does not have the expected type.
     """
-    settings = changed(_read_yaml(Path(path)), overrides)
+    written = _read_yaml(Path(path))
+    settings = changed(written, overrides)
+    _report_dropped(written, settings)
     return make_recipe(_with_home(settings), str(path), allow_modules)
 
 
@@ -152,6 +157,27 @@ def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     for names, text in changes:
         _apply(result, names, text)
     return result
+
+
+def _report_dropped(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Log the arguments of a recipe that an override of their class dropped."""
+    for name in set(SECTIONS) & set(before):
+        old, new = before[name], after[name]
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        old_class, new_class = old.get("class_path"), new.get("class_path")
+        kept = new.get("init_args") or {}
+        dropped = [
+            f"{name}.{key}={json.dumps(value, default=str, ensure_ascii=False)}"
+            for key, value in (old.get("init_args") or {}).items()
+            if key not in kept
+        ]
+        if old_class and new_class and old_class != new_class and dropped:
+            logger.warning(
+                "%s starts from its defaults, without the recipe's %s",
+                new_class,
+                ", ".join(dropped),
+            )
 
 
 def make_recipe(
