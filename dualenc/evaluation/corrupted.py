@@ -179,7 +179,7 @@ def measure_versions(
     )
     values: list[Vectors] = []
     hidden = not (progress and distributed.is_main())
-    with tqdm(total=len(own), desc=what, unit=" images", disable=hidden) as bar:
+    with tqdm(total=len(own), desc=what, unit="image", disable=hidden) as bar:
         for rows in loader:
             readable: dict[int, Inputs] = {}
             for index, row in rows:
@@ -416,7 +416,7 @@ def robustness_rows(
     corruptions: Sequence[str],
     severities: Sequence[int],
 ) -> list[dict[str, str | float]]:
-    """Return table rows of accuracies: one for each corruption, and a last one of means.
+    """Return table rows of accuracies by severity: one per corruption, and a last one of means.
 
     Args:
         errors: (K, S) error rates.
@@ -427,8 +427,6 @@ def robustness_rows(
     accuracies = 1 - errors
     means = accuracies.mean(axis=0, keepdims=True)
     for name, values in zip([*corruptions, "mean"], np.concatenate([accuracies, means])):
-        accuracy_at = {
-            f"severity {severity}": float(value) for severity, value in zip(severities, values)
-        }
+        accuracy_at = {str(severity): float(value) for severity, value in zip(severities, values)}
         rows.append({"corruption": name, **accuracy_at, "mean": float(values.mean())})
     return rows

@@ -297,7 +297,7 @@ def _about(seconds: float) -> str:
     for unit, size in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"about {seconds / size:.0f} {unit}"
-    return f"about {seconds:.0f} seconds"
+    return "about a second" if seconds < 1.5 else f"about {seconds:.0f} seconds"
 
 
 def _measure_retrieval(
@@ -396,4 +396,4 @@ def _add_errors(
     robustness["errors"] = {name: dict(zip(severities, own)) for name, own in by_name.items()}
     if relative:
         robustness["corruption_errors"] = relative
-    return [summary, Table("Accuracy by corruption and severity", rows)]
+    return [summary, Table("Accuracy by corruption and severity (1 to 5)", rows)]

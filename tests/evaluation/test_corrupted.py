@@ -213,12 +213,12 @@ def test_rows_show_accuracy_and_means() -> None:
     rows = robustness_rows(ERRORS, ["fog", "snow"], [1, 5])
     assert rows[0] == {
         "corruption": "fog",
-        "severity 1": 0.9,
-        "severity 5": 0.7,
+        "1": 0.9,
+        "5": 0.7,
         "mean": pytest.approx(0.8),
     }
     assert rows[2]["corruption"] == "mean"
-    assert rows[2]["severity 5"] == pytest.approx(0.55)
+    assert rows[2]["5"] == pytest.approx(0.55)
     assert rows[2]["mean"] == pytest.approx(0.7)
 
 
