@@ -64,7 +64,7 @@ def evaluate_image_text(
         if (pairs.left_modality, pairs.right_modality) != ("image", "text"):
             raise DualencError(
                 f"pairs of {pairs.left_modality} and {pairs.right_modality}, not of image and text",
-                fix="name the columns with --left_column and --right_column",
+                fix="name the columns with --left-column and --right-column",
                 where=data,
             )
         encoder = evaluation.open("image-text")

@@ -125,7 +125,7 @@ def _name_classes(
     if are_numbers(names):
         raise DualencError(
             "the classes are not named",
-            fix="give them with --class_names FILE, one on each line",
+            fix="give them with --class-names FILE, one on each line",
             where=data,
         )
     # A line may start with an id that the folder of the class has, such as a WordNet id.
