@@ -172,8 +172,8 @@ def test_another_class_drops_the_arguments_of_the_one_before(recipe, settings, c
     changes = ["objective.class_path=ISogCLR", "objective.gamma=0.9"]
     assert read_recipe(recipe, changes).settings["objective"]["init_args"]["gamma"] == 0.9
     assert caplog.messages == [
-        "ISogCLR starts from its defaults, without the recipe's "
-        "objective.positive_in_softmax=true, objective.temperature=0.2"
+        "ISogCLR starts from its defaults: objective.positive_in_softmax=false, not true; "
+        "objective.temperature=0.07, not 0.2"
     ]
     caplog.clear()
     read_recipe(recipe, ["objective.class_path=SogCLR", "objective.gamma=0.9"])

@@ -135,8 +135,9 @@ def read_recipe(
     """
     written = _read_yaml(Path(path))
     settings = changed(written, overrides)
-    _report_dropped(written, settings)
-    return make_recipe(_with_home(settings), str(path), allow_modules)
+    recipe = make_recipe(_with_home(settings), str(path), allow_modules)
+    _report_defaults(written, settings, recipe.settings)
+    return recipe
 
 
 def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -159,24 +160,31 @@ def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     return result
 
 
-def _report_dropped(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Log the arguments of a recipe that an override of their class dropped."""
-    for name in set(SECTIONS) & set(before):
-        old, new = before[name], after[name]
+def _report_defaults(
+    written: Mapping[str, Any], settings: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> None:
+    """Log which values of a recipe became defaults, because an override changed their class.
+
+    Args:
+        written: values in the file.
+        settings: these values with overrides applied.
+        resolved: all values, with defaults.
+    """
+    for name in SECTIONS:
+        old, new = written.get(name), settings.get(name)
         if not isinstance(old, dict) or not isinstance(new, dict):
             continue
-        old_class, new_class = old.get("class_path"), new.get("class_path")
-        kept = new.get("init_args") or {}
-        dropped = [
-            f"{name}.{key}={json.dumps(value, default=str, ensure_ascii=False)}"
+        if old.get("class_path") == new.get("class_path"):
+            continue
+        given, arguments = new.get("init_args") or {}, resolved[name]["init_args"]
+        replaced = [
+            f"{name}.{key}={json.dumps(arguments[key])}, not {json.dumps(value)}"
             for key, value in (old.get("init_args") or {}).items()
-            if key not in kept
+            if key in arguments and key not in given and arguments[key] != value
         ]
-        if old_class and new_class and old_class != new_class and dropped:
+        if replaced:
             logger.warning(
-                "%s starts from its defaults, without the recipe's %s",
-                new_class,
-                ", ".join(dropped),
+                "%s starts from its defaults: %s", new["class_path"], "; ".join(replaced)
             )
 
 
