@@ -10,12 +10,7 @@ from contextlib import contextmanager
 from dualenc.io.terminal import printable
 
 TRAINING = "dualenc.training"
-LEVELS = {
-    "dualenc": logging.WARNING,
-    "dualenc.workflows": logging.INFO,
-    TRAINING: logging.INFO,
-}
-"""The lowest level of the messages that are printed, by logger."""
+LOGGERS = ("dualenc.workflows", TRAINING)
 
 
 class NoticeHandler(logging.Handler):
@@ -37,18 +32,23 @@ class NoticeHandler(logging.Handler):
 @contextmanager
 def printed_notices() -> Iterator[None]:
     """Print what workflows and trainings log, and all warnings, until the context ends."""
-    loggers = {logging.getLogger(name): level for name, level in LEVELS.items()}
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.level, logger.propagate) for logger in loggers]
     handler = NoticeHandler()
-    for logger, lowest in loggers.items():
+    for logger in loggers:
         logger.addHandler(handler)
-        logger.setLevel(lowest)
-        # Handlers of other loggers, such as a root handler that a library has installed, would
-        # print the same lines again.
+        logger.setLevel(logging.INFO)
+        # A root handler, if a library has installed one, would print the same lines again.
         logger.propagate = False
+    # Warnings of other modules. `logging.basicConfig`, which open_clip and others call, then adds
+    # no handler of its own, which would print them with a prefix and through the bars.
+    root = logging.getLogger()
+    warnings = NoticeHandler(logging.WARNING)
+    root.addHandler(warnings)
     try:
         yield
     finally:
+        root.removeHandler(warnings)
         for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.setLevel(level)
             logger.propagate = propagate
