@@ -5,6 +5,7 @@ import itertools
 import pkgutil
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -162,7 +163,21 @@ def test_an_override_of_a_class_without_arguments(settings, tmp_path, objective)
     assert resolved["objective"]["init_args"]["gamma"] == 0.3
 
 
-def test_another_class_drops_the_arguments_of_the_one_before(recipe):
+def test_another_class_drops_the_arguments_of_the_one_before(recipe, settings, caplog):
+    settings["objective"] = {
+        "class_path": "SogCLR",
+        "init_args": {"temperature": 0.2, "gamma": 0.5, "positive_in_softmax": True},
+    }
+    Path(recipe).write_text(yaml.safe_dump(settings))
+    changes = ["objective.class_path=ISogCLR", "objective.gamma=0.9"]
+    assert read_recipe(recipe, changes).settings["objective"]["init_args"]["gamma"] == 0.9
+    assert caplog.messages == [
+        "ISogCLR starts from its defaults: objective.positive_in_softmax=false, not true; "
+        "objective.temperature=0.07, not 0.2"
+    ]
+    caplog.clear()
+    read_recipe(recipe, ["objective.class_path=SogCLR", "objective.gamma=0.9"])
+    assert not caplog.messages
     resolved = read_recipe(recipe, ["objective.class_path=HCL", "evaluator=null"]).settings
     assert resolved["evaluator"] is None
     assert resolved["objective"]["class_path"] == "dualenc.objectives.HCL"
@@ -502,14 +517,14 @@ def with_arguments(**arguments):
             "image-text",
             with_arguments(path="c.csv"),
             None,
-            "image-text TEST-DATA",
+            "image-text c.csv --left-column a --right-column b",
             "c.csv --image-column a --id-column a",
         ),
         (
             "image-text",
-            with_arguments(path="c.parquet"),
+            with_arguments(path="c.parquet", split="train"),
             None,
-            "image-text TEST-DATA",
+            "image-text c.parquet --left-column a --right-column b",
             "c.parquet --image-column a",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Print what workflows and trainings log: information on stdout, the rest on stderr."""
+"""Print messages: information of workflows on stdout, warnings and trainings on stderr."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NoticeHandler(logging.Handler):
 
 @contextmanager
 def printed_notices() -> Iterator[None]:
-    """Print what workflows and trainings log, until the context ends."""
+    """Print what workflows and trainings log, and all warnings, until the context ends."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger.level, logger.propagate) for logger in loggers]
     handler = NoticeHandler()
@@ -40,9 +40,15 @@ def printed_notices() -> Iterator[None]:
         logger.setLevel(logging.INFO)
         # A root handler, if a library has installed one, would print the same lines again.
         logger.propagate = False
+    # Warnings of other modules. `logging.basicConfig`, which open_clip and others call, then adds
+    # no handler of its own, which would print them with a prefix and through the bars.
+    root = logging.getLogger()
+    warnings = NoticeHandler(logging.WARNING)
+    root.addHandler(warnings)
     try:
         yield
     finally:
+        root.removeHandler(warnings)
         for logger, (level, propagate) in zip(loggers, before, strict=True):
             logger.setLevel(level)
             logger.propagate = propagate

@@ -88,6 +88,8 @@ def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
     print_line(f"model: {result.model_folder}")
     for words in next_commands(result.model_folder, settings, result.metrics):
         print_next(words)
+        if words[:2] == ["evaluate", "image-text"] and not settings["evaluator"]:
+            print("       (its test split, or all pairs, most of which were trained on)")
 
 
 def _is_worse(result: TrainingResult) -> bool:
@@ -132,9 +134,10 @@ def next_commands(
     evaluator = (settings["evaluator"] or {}).get("init_args") or {}
     held_out = (evaluator.get("pairs") or evaluator.get("test") or {}).get("init_args") or evaluator
     evaluated = [TEST]
+    if kind == "image-text" and not evaluator:
+        held_out = data
     if isinstance(held_out.get("path"), str):
         names = (
-            "split",
             "left_column",
             "right_column",
             "left_modality",
@@ -142,9 +145,10 @@ def next_commands(
             "label_column",
             "quotes",
         )
-        # A file has no splits but "train", whose name would say that it was trained on.
-        own = {**held_out, "split": None} if Path(held_out["path"]).is_file() else held_out
-        evaluated = [held_out["path"], *_options(own, *names)]
+        evaluated = [held_out["path"], *_options(held_out, *names)]
+        # The default is the test split, or all of what has no splits.
+        if held_out is not data and not Path(held_out["path"]).is_file():
+            evaluated += _options(held_out, "split")
         # A probe votes by the images of another split.
         voting = (evaluator.get("train") or {}).get("init_args") or {}
         evaluated += _options(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dualenc.data.views import SimCLR
 from dualenc.errors import BadSample, DualencError
 from dualenc.evaluation.corruptions import BENCHMARK, SEVERITIES, CorruptedImages
 from dualenc.evaluation.probe import unit_rows
+from dualenc.io.cpus import usable_workers
 from dualenc.io.reading import read_json_object
 from dualenc.io.terminal import printable
 from dualenc.seeds import derive_seed
@@ -179,7 +179,7 @@ def measure_versions(
     )
     values: list[Vectors] = []
     hidden = not (progress and distributed.is_main())
-    with tqdm(total=len(own), desc=what, unit=" images", disable=hidden) as bar:
+    with tqdm(total=len(own), desc=what, unit="image", disable=hidden) as bar:
         for rows in loader:
             readable: dict[int, Inputs] = {}
             for index, row in rows:
@@ -235,7 +235,7 @@ def estimate_seconds(
         return None
     preparing, encoding = np.mean(timed[1:], axis=0).tolist()
     # Workers prepare the next images while this process encodes.
-    parallel = min(num_workers, os.cpu_count() or 1)
+    parallel = usable_workers(num_workers)
     per_image = max(preparing / parallel, encoding) if parallel else preparing + encoding
     num_images = len(indices[distributed.rank_slice(len(indices))])
     return float(per_image * num_images)
@@ -416,7 +416,7 @@ def robustness_rows(
     corruptions: Sequence[str],
     severities: Sequence[int],
 ) -> list[dict[str, str | float]]:
-    """Return table rows of accuracies: one for each corruption, and a last one of means.
+    """Return table rows of accuracies by severity: one per corruption, and a last one of means.
 
     Args:
         errors: (K, S) error rates.
@@ -427,8 +427,6 @@ def robustness_rows(
     accuracies = 1 - errors
     means = accuracies.mean(axis=0, keepdims=True)
     for name, values in zip([*corruptions, "mean"], np.concatenate([accuracies, means])):
-        accuracy_at = {
-            f"severity {severity}": float(value) for severity, value in zip(severities, values)
-        }
+        accuracy_at = {str(severity): float(value) for severity, value in zip(severities, values)}
         rows.append({"corruption": name, **accuracy_at, "mean": float(values.mean())})
     return rows

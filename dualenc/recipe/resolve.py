@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import pkgutil
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,8 @@ from dualenc.types import one_or_several
 
 if TYPE_CHECKING:
     from dualenc.training.trainer import Trainer, TrainingResult
+
+logger = logging.getLogger("dualenc.recipe")
 
 SECTIONS = {
     "data": "dualenc.data.PairDataset",
@@ -130,8 +133,11 @@ def read_recipe(
             nearest valid one); an argument is missing; a value has the wrong type; a class is
             outside dualenc and the allowed modules, or does not have the expected type.
     """
-    settings = changed(_read_yaml(Path(path)), overrides)
-    return make_recipe(_with_home(settings), str(path), allow_modules)
+    written = _read_yaml(Path(path))
+    settings = changed(written, overrides)
+    recipe = make_recipe(_with_home(settings), str(path), allow_modules)
+    _report_defaults(written, settings, recipe.settings)
+    return recipe
 
 
 def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -152,6 +158,34 @@ def changed(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     for names, text in changes:
         _apply(result, names, text)
     return result
+
+
+def _report_defaults(
+    written: Mapping[str, Any], settings: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> None:
+    """Log which values of a recipe became defaults, because an override changed their class.
+
+    Args:
+        written: values in the file.
+        settings: these values with overrides applied.
+        resolved: all values, with defaults.
+    """
+    for name in SECTIONS:
+        old, new = written.get(name), settings.get(name)
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            continue
+        if old.get("class_path") == new.get("class_path"):
+            continue
+        given, arguments = new.get("init_args") or {}, resolved[name]["init_args"]
+        replaced = [
+            f"{name}.{key}={json.dumps(arguments[key])}, not {json.dumps(value)}"
+            for key, value in (old.get("init_args") or {}).items()
+            if key in arguments and key not in given and arguments[key] != value
+        ]
+        if replaced:
+            logger.warning(
+                "%s starts from its defaults: %s", new["class_path"], "; ".join(replaced)
+            )
 
 
 def make_recipe(

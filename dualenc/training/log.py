@@ -137,7 +137,7 @@ class RunLog:
         self.bar = tqdm(
             total=total_steps,
             desc="training",
-            unit=" steps",
+            unit="step",  # tqdm prints slow ones as "2.50s/step"
             disable=not (progress and self.is_active),
             # In a log file every update is a line.
             mininterval=0.5 if sys.stderr.isatty() else 15.0,

@@ -20,6 +20,7 @@ from dualenc.batching.selector import BatchSelector
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import SIDES, DualEncoder
 from dualenc.errors import DualencError
+from dualenc.io.cpus import usable_workers
 from dualenc.io.files import atomic_path
 from dualenc.objectives.base import Objective
 from dualenc.recipe.yaml_files import dump_recipe
@@ -163,7 +164,7 @@ class Loop:
             self.model.left.prepare,
             self.model.right.prepare,
             seed=self.settings.seed,
-            num_workers=self.settings.num_workers,
+            num_workers=usable_workers(self.settings.num_workers),
             on_error=self.settings.on_error,
             pin_memory=self.device.type == "cuda",
         )

@@ -22,6 +22,7 @@ from dualenc.data.ragged import Ragged, distinct
 from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders.dual import DualEncoder
 from dualenc.errors import DualencError
+from dualenc.io.cpus import usable_workers
 from dualenc.objectives.base import Objective
 from dualenc.search.embed.encode import embed
 from dualenc.search.hard_negatives import Negatives, Rule
@@ -154,7 +155,7 @@ class NegativeMiner:
             corpus,
             batch_size=BATCH_SIZE,
             autocast=self.autocast,
-            num_workers=self.settings.num_workers,
+            num_workers=usable_workers(self.settings.num_workers),
             progress=f"mine: embed {side} items" if self.settings.progress else False,
         )
 

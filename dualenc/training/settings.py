@@ -87,8 +87,8 @@ class TrainerSettings:
         held_out: share of the pairs or images, at most 1,000, to hold out for evaluation if no
             evaluator is given. Default: 0.1 for recipes with 100 or more, 0 from Python.
         seed: random seed for augmentation, dropout and batch order.
-        num_workers: number of worker processes per rank that read batches. Objectives that request
-            images by id get as many workers again.
+        num_workers: number of worker processes per rank that read batches, at most one per CPU.
+            Objectives that request images by id get as many workers again.
         on_error: treatment of unreadable samples: "skip" to skip and count them, "raise" to stop at
             the first one.
         mine_every: epochs between rounds of hard-negative mining with the current model, which

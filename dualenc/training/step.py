@@ -13,6 +13,7 @@ from torch import Tensor
 from dualenc import distributed
 from dualenc.data.pairs import PairDataset
 from dualenc.encoders.dual import DualEncoder
+from dualenc.io.cpus import usable_workers
 from dualenc.objectives.base import Objective, ObjectiveOutput
 from dualenc.training.averages import AveragedWeights, trained_state
 from dualenc.training.encoding import CachedEncoding, PlainEncoding
@@ -90,7 +91,7 @@ class TrainStep:
             pairs,
             self.encoding,
             seed=settings.seed,
-            num_workers=settings.num_workers,
+            num_workers=usable_workers(settings.num_workers),
             on_error=settings.on_error,
         )
 

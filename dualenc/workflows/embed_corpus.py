@@ -12,6 +12,7 @@ from dualenc.data.store.vector_shards import Embeddings
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.encoders.index_encoder import IndexEncoder
 from dualenc.errors import DualencError
+from dualenc.io.cpus import usable_workers
 from dualenc.search.embed.encode import embed as encode_corpus
 from dualenc.search.embed.writer import check_embeddings_target
 from dualenc.types import Modality, OnError, Output, Side, StrPath
@@ -87,7 +88,7 @@ def embed(
         output=output,
         dim=dim,
         autocast=autocast,
-        num_workers=num_workers,
+        num_workers=num_workers if num_workers is None else usable_workers(num_workers),
         on_error=on_error,
     )
     # Part of the identity: a run with the other side must not resume this one.

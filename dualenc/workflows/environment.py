@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 from dualenc import __version__
+from dualenc.io.cpus import usable_cpus
 
 PACKAGES = (
     "torch",
@@ -145,13 +146,12 @@ def version_of(package: str) -> str:
 
 def _system() -> dict[str, object]:
     """Return versions of dualenc and Python, the platform, and what the machine has."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts: dict[str, object] = {
         "dualenc": __version__,
         "installed in": _without_home(str(Path(__file__).parents[1])),
         "Python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
-        "cores": f"{os.cpu_count()}, of which {usable} are usable",
+        "cores": f"{os.cpu_count()}, of which {usable_cpus()} are usable",
     }
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

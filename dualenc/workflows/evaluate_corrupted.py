@@ -39,6 +39,7 @@ from dualenc.evaluation.corruptions import (
 )
 from dualenc.evaluation.probe import linear_probe
 from dualenc.evaluation.report_page import Table
+from dualenc.io.cpus import usable_workers
 from dualenc.types import StrPath
 from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
@@ -132,7 +133,7 @@ def evaluate_corrupted(
             training = _open_training(images, f"{train} ({train_split})", source)
         # After the labels and the baseline, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
-        measuring = _Measuring(tower, limit, seed, num_workers, progress)
+        measuring = _Measuring(tower, limit, seed, usable_workers(num_workers), progress)
         if distributed.is_main():
             _log_plan(measuring, source, severity, with_probe=training is not None)
         metrics, tables = _measure_retrieval(measuring, source, clean, severity)
@@ -296,7 +297,7 @@ def _about(seconds: float) -> str:
     for unit, size in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"about {seconds / size:.0f} {unit}"
-    return f"about {seconds:.0f} seconds"
+    return "about a second" if seconds < 1.5 else f"about {seconds:.0f} seconds"
 
 
 def _measure_retrieval(
@@ -395,4 +396,4 @@ def _add_errors(
     robustness["errors"] = {name: dict(zip(severities, own)) for name, own in by_name.items()}
     if relative:
         robustness["corruption_errors"] = relative
-    return [summary, Table("Accuracy by corruption and severity", rows)]
+    return [summary, Table("Accuracy by corruption and severity (1 to 5)", rows)]

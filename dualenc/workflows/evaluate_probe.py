@@ -11,6 +11,7 @@ from dualenc.data.labels import align_labels
 from dualenc.data.readers.detect import default_split
 from dualenc.evaluation.probe import accuracy, knn_predict, linear_probe
 from dualenc.evaluation.report_page import Table
+from dualenc.io.cpus import usable_workers
 from dualenc.types import StrPath
 from dualenc.workflows.evaluation_folder import EvaluationFolder, EvaluationResult, evaluation_of
 from dualenc.workflows.labeled_images import (
@@ -99,7 +100,10 @@ def evaluate_probe(
         )
         # After the labels, whose mistakes show without loading a model.
         tower = open_image_tower(evaluation)
-        settings: dict[str, Any] = {"batch_size": batch_size, "num_workers": num_workers}
+        settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "num_workers": usable_workers(num_workers),
+        }
         trained = labeled_features(evaluation, "train", tower, training, train_labels, **settings)
         tested = labeled_features(evaluation, "test", tower, test, test_labels, **settings)
         facts: dict[str, object] = {

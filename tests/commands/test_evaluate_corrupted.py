@@ -121,7 +121,13 @@ def test_the_plan_comes_first(
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(3, "3 seconds"), (119, "119 seconds"), (150, "2 minutes"), (7300, "2 hours")],
+    [
+        (0.4, "a second"),
+        (3, "3 seconds"),
+        (119, "119 seconds"),
+        (150, "2 minutes"),
+        (7300, "2 hours"),
+    ],
 )
 def test_durations_are_rounded(seconds: float, words: str) -> None:
     assert _about(seconds) == f"about {words}"

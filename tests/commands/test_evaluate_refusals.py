@@ -139,6 +139,6 @@ def test_classes_without_names_need_a_file(
     folder = save_classes(tmp_path / "numbered", per_class=2)
     for number, place in enumerate(sorted(folder.iterdir())):
         place.rename(folder / str(number))
-    assert "give them with --class_names FILE" in failure(
+    assert "give them with --class-names FILE" in failure(
         capsys, "evaluate", "zero-shot", toy_clip, folder
     )

@@ -276,6 +276,24 @@ def test_folders_named_like_splits_are_splits_and_no_classes(tmp_path: Path) -> 
     assert open_corpus(tmp_path).class_names == ["plane", "train", "val"]
 
 
+@pytest.mark.parametrize(
+    ("header", "role"), [(["file_name", "Bildtext"], "caption"), (["Bild", "caption"], "file_name")]
+)
+def test_columns_of_captioned_images_that_are_not_known_must_be_renamed(
+    tmp_path: Path, header: list[str], role: str
+) -> None:
+    """`ImageFolderPairs` has no argument that could name them."""
+    folder = tmp_path / "folder"
+    image_and_caption(folder / "1.png", 7, "unused")
+    table = write_csv(folder / "captions.csv", header, [["1.png", "one"]])
+    message = (
+        f"{table}: it is unclear which column is {role}; rename it to {role}, or read the table "
+    )
+    with pytest.raises(DualencError, match=f"{message}with TablePairs.*{', '.join(header)}"):
+        ImageFolderPairs(folder)
+    assert TablePairs(table, *header, left_modality="image")[0].right == "one"
+
+
 def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
     mined = write_jsonl(tmp_path / "mined.jsonl", [{"query": "q", "pos": ["p"], "neg": []}])
     assert isinstance(open_pairs(mined), MinedPairs)

@@ -48,7 +48,7 @@ def test_steps_before_a_resumption_are_done_and_not_fast(
         train(tmp_path / "run", callbacks=[StopsAt()])
     capsys.readouterr()
     train(tmp_path / "run", resume=True, progress=True, callbacks=[Slow()])
-    rates = re.findall(r"12/12 \[\S+<\S+ +([\d.]+) steps/s", capsys.readouterr().err)
+    rates = re.findall(r"12/12 \[\S+<\S+ +([\d.]+)step/s", capsys.readouterr().err)
     assert rates, "steps per second of those that were made here"
     assert float(rates[-1]) < 4
 

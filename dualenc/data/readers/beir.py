@@ -265,7 +265,7 @@ def read_corpus(
     optional = ["title"]
     if detect_locally(folder) == "hub":
         source = _collection_table(folder, part, bad_rows)
-        id_column = source.default_column(_ID_NAMES[part], "its id")
+        id_column = source.default_column(_ID_NAMES[part], "_id", fix="rename it to _id")
     elif detect_locally(folder / part) == "vectors":
         return matrix_corpus(folder / part, columns, bad_rows)
     elif vectors.is_file():

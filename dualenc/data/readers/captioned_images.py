@@ -64,8 +64,13 @@ class ImageFolderPairs(ColumnPairs):
             # Only rows whose image was found in the folder are kept below, so paths are safe.
             options = ReadOptions(quotes=quotes, allow_outside=True)
             source = TableSource(file, bad_rows, options=options)
-            image_column = source.default_column(IMAGE_FILES, "image_column")
-            caption_column = source.default_column(CAPTIONS, "caption_column")
+            other = "or read the table with TablePairs, as the recipe image-captions does"
+            image_column = source.default_column(
+                IMAGE_FILES, "file_name", fix=f"rename it to file_name, {other}"
+            )
+            caption_column = source.default_column(
+                CAPTIONS, "caption", fix=f"rename it to caption, {other}"
+            )
             table, weight_column, likely = open_with_weights(
                 source, {image_column: "value", caption_column: "list"}, weight_column
             )

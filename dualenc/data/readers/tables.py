@@ -278,8 +278,20 @@ class TableSource:
         """True for formats whose first line names the columns."""
         return bool(self.files) and file_format(self.files[0]) in (".csv", ".tsv")
 
-    def default_column(self, names: Iterable[str], argument: str, but: str | None = None) -> str:
+    def default_column(
+        self,
+        names: Iterable[str],
+        argument: str,
+        but: str | None = None,
+        fix: str = "name it",
+    ) -> str:
         """Return the first column with a common name, for an argument that the user left out.
+
+        Args:
+            names: common names, most common first.
+            argument: the argument, or what the column holds.
+            but: column to pass over.
+            fix: how to make the column known; the columns are appended.
 
         Raises:
             DualencError: no column has one of the names.
@@ -288,7 +300,7 @@ class TableSource:
         if name is None:
             raise DualencError(
                 f"it is unclear which column is {argument}",
-                fix=f"name it (columns: {', '.join(self.kinds)})",
+                fix=f"{fix} (columns: {', '.join(self.kinds)})",
                 where=self.path,
             )
         return name

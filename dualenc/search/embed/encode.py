@@ -37,6 +37,7 @@ from dualenc.encoders.dual import (
     window_rows,
 )
 from dualenc.errors import BadSample, DualencError
+from dualenc.io.cpus import usable_workers
 from dualenc.io.provenance import Provenance
 from dualenc.search.embed.writer import EmbeddingWriter, Skipped, shard_ranges, skipped_entries
 from dualenc.types import Inputs, OnError, Output
@@ -304,7 +305,7 @@ class _Encoder:
         if num_workers is None:
             # Decoding images dominates; for a few batches, starting processes takes longer.
             is_cheap = corpus.modality != "image" or len(corpus) <= 4 * batch_size
-            num_workers = 0 if is_cheap else min(4, os.cpu_count() or 1)
+            num_workers = 0 if is_cheap else usable_workers(4)
         self.num_workers = num_workers
         self.stopped: Callable[[], bool] = lambda: False
         self.known: Known = lambda rows: {}
