@@ -306,7 +306,7 @@ def test_columns_of_pairs_by_usual_and_by_given_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "options", "message"),
     [
-        (open_pairs, {}, r"it is unclear which column is left_column; .*columns: first, second"),
+        (open_pairs, {}, r"left_column; name it \(--left-column\) \(columns: first, second\)"),
         (open_corpus, {}, "name text_column or image_column"),
         (open_corpus, {"modality": "text"}, "name text_column"),
         (

@@ -203,9 +203,11 @@ def open_pairs(
         return MinedPairs(path, split=split, on_error=on_error)
     left_names = (*names.IMAGES, *names.QUERIES, "filepath", names.TITLE, "file_name")
     right_names = (*names.CAPTIONS[:2], *names.DOCUMENTS, names.TITLE)
-    left_column = left_column or source.default_column(left_names, "left_column", but=right_column)
+    left_column = left_column or source.default_column(
+        left_names, "left_column", but=right_column, fix="name it (--left-column)"
+    )
     right_column = right_column or source.default_column(
-        right_names, "right_column", but=left_column
+        right_names, "right_column", but=left_column, fix="name it (--right-column)"
     )
     return TablePairs.from_source(
         source,
