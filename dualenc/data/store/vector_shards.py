@@ -244,7 +244,9 @@ def are_embeddings(folder: Path) -> bool:
 
 def read_provenance(folder: Path) -> Provenance:
     """Read and check the meta.json of a folder of embeddings, finished or not."""
-    other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {folder}`"
+    # Another kind of folder stays what it is.
+    out = "EMBEDDINGS" if (folder / META).is_file() else folder
+    other = f"not a folder of embeddings; make one with `dualenc embed MODEL DATA --out {out}`"
     required = ["complete", "dim", "dtype"]
     provenance = Provenance.from_folder(folder, FORMAT, FORMAT_VERSION, required, other, AGAIN)
     # While a folder is being written, the rows per shard are not known yet.
