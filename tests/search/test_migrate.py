@@ -3,6 +3,7 @@ plain computations."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from dualenc.search.index import change
 from dualenc.search.lexical import Lexical
 from dualenc.search.migration import stages as migrate
 from dualenc.search.migration.maps import fit
-from dualenc.search.migration.migration_folder import is_replaced, read_plan, remove_work
+from dualenc.search.migration.migration_folder import (
+    is_replaced,
+    new_shards,
+    read_plan,
+    remove_work,
+)
 from dualenc.search.migration.replacement import mixed_vectors
 from dualenc.search.migration.rollback import roll_back
 from dualenc.search.texts import TextStore, add_texts
@@ -330,3 +336,22 @@ def test_work_folder_of_a_process_killed_while_it_wrote_its_plan_is_no_foreign_f
     (tmp_path / "index.migration" / "notes.txt").write_text("mine")
     with pytest.raises(DualencError, match="was not written by a migration"):
         read_plan(tmp_path / "index")
+
+
+def test_a_folder_that_is_removed_meanwhile_has_no_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search may look for shards at the moment at which the migration ends."""
+    for name in ("embeddings-1", "embeddings-2", "sample"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "data-00000.arrow").touch()
+    scandir = os.scandir
+
+    def vanishing(path: Any) -> Any:
+        if str(path).endswith("embeddings-2"):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    found = [path.parent.name for path in new_shards(tmp_path)]
+    assert found == ["embeddings-1", "sample"]

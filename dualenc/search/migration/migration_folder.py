@@ -7,6 +7,7 @@ index, which a migration holds while it reads the index.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Mapping
@@ -150,7 +151,7 @@ def has_begun(folder: StrPath) -> bool:
         folder: the index.
     """
     patterns = ("embeddings-*", "candidates-*.sqlite")
-    is_embedding = any(any(work_folder(folder).glob(pattern)) for pattern in patterns)
+    is_embedding = any(_found(work_folder(folder), pattern) for pattern in patterns)
     return is_embedding or is_replaced(folder)
 
 
@@ -194,7 +195,7 @@ def embedded_count(folder: StrPath) -> int:
     """
     count = 0
     candidates: set[str] = set()
-    for path in work_folder(folder).glob("candidates-*.sqlite"):
+    for path in _found(work_folder(folder), "candidates-*.sqlite"):
         candidates |= VectorCache(path, dim=0).ids()
     for path in new_shards(work_folder(folder)):
         with suppress(DualencError):  # a corrupt shard is embedded again, so it does not count
@@ -206,7 +207,13 @@ def embedded_count(folder: StrPath) -> int:
 
 def new_shards(work: Path) -> list[Path]:
     """Return the finished shards of embeddings with the new model, sorted."""
-    return sorted((*work.glob("sample/data-*.arrow"), *work.glob("embeddings-*/data-*.arrow")))
+    return _found(work, "embeddings-*/data-*.arrow") + _found(work, "sample/data-*.arrow")
+
+
+def _found(work: Path, pattern: str) -> list[Path]:
+    """Return what matches a pattern, sorted; a folder that is being removed has nothing."""
+    # `Path.glob` fails where a folder goes away while it looks.
+    return [work / name for name in sorted(glob.glob(pattern, root_dir=work))]
 
 
 def check_unmigrated(folder: StrPath) -> None:
@@ -259,6 +266,6 @@ def remove_work(folder: StrPath, ended: str = "finished") -> None:
     if read_plan(folder) is not None:
         write_json(work / PLAN, {"format": FORMAT, "ended": ended})
         # Searches that are still open must not write while the folder is removed.
-        for path in work.glob("candidates-*.sqlite"):
+        for path in _found(work, "candidates-*.sqlite"):
             VectorCache(path, dim=0).remove()
     remove(work)
