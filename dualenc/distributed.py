@@ -7,6 +7,7 @@ each rank, because the last batch of an epoch rarely divides evenly.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,11 @@ def rank() -> int:
 def world_size() -> int:
     """Return the number of processes; 1 for a single process."""
     return dist.get_world_size() if is_initialized() else 1
+
+
+def launched() -> int:
+    """Return the number of processes that a launcher has started, whether they have met or not."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def is_main() -> bool:

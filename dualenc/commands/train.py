@@ -70,11 +70,11 @@ def train(
 
 def _report(result: TrainingResult, settings: Mapping[str, Any]) -> None:
     """Print the metrics of a training before and after, and the next commands."""
-    from accelerate import PartialState
+    from dualenc import distributed
 
     loss = "" if math.isnan(result.loss) else f", training loss {result.loss:.4f}"
     # A launcher may start fewer processes than it was asked for.
-    processes = PartialState().num_processes
+    processes = distributed.world_size()
     ranks = f" on {processes} processes" if processes > 1 else ""
     print(f"\n{result.steps} steps in {result.seconds:.0f} s{ranks}{loss}")
     width = max(map(len, result.metrics), default=0)

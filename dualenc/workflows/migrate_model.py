@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from dualenc import distributed
 from dualenc.data import Corpus
 from dualenc.encoders import DualEncoder, Tower, load_model
 from dualenc.encoders.dual import Kind
@@ -227,7 +227,7 @@ def roll_back(index: str, discard: bool = False) -> rollback.RolledBack:
 
 def _check_single_process() -> None:
     """Raise if `accelerate launch` has started several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if distributed.launched() > 1:
         raise DualencError("dualenc migrate runs in one process", fix="start it without accelerate")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -77,7 +76,7 @@ def start_processes(device: str | None = None) -> torch.device:
             fix="choose another, such as cpu or cuda:0",
             where=f"device {device!r}",
         ) from None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if distributed.launched() > 1:
         from accelerate import PartialState
 
         state = PartialState(cpu=device == "cpu" or not torch.cuda.is_available())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from dualenc import distributed
 from dualenc.data.store.identity import digest_of
 from dualenc.errors import DualencError
 from dualenc.evaluation.report_page import Table
@@ -156,8 +156,7 @@ def _check(minutes: float, trials: int) -> None:
         raise DualencError(f"minutes is {minutes}", fix="give a number above 0")
     if trials < 2:
         raise DualencError(f"trials is {trials}", fix="give at least 2")
-    # Of the launcher: the processes have not met yet.
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if distributed.launched() > 1:
         raise DualencError(
             "a tuning runs on one process", fix="run it without accelerate, on one GPU"
         )
