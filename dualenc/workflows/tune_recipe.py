@@ -298,8 +298,9 @@ class Search:
             raise
 
     def _best_so_far(self) -> str:
-        scores = [each.score for each in self.tried() if each.score is not None]
-        return f", {_counted(len(self.tried()), 'trial')}, best {max(scores):.4f}" if scores else ""
+        tried = self.tried()
+        scores = [each.score for each in tried if each.score is not None]
+        return f", {_counted(len(tried), 'trial')}, best {max(scores):.4f}" if scores else ""
 
     def _run_trial(self, elapsed: Callable[[], float], latest: float) -> None:
         """Run the next trial, or again the one that was killed."""

@@ -148,6 +148,8 @@ def find_roles(table: LogTable, documents: Embeddings, columns: LogColumns) -> R
     position = _named_or(
         table, columns.position, free, names.POSITION, "positions", "position_column", False
     )
+    if position is None and columns.position is None:
+        _report_unread_positions(table, free)
     impressions = _named_or(
         table, columns.impressions, free, names.IMPRESSIONS, "counts of impressions",
         "impressions_column", True,
@@ -221,13 +223,16 @@ def _named_or(
         if table.holds_numbers(name) or (not single and table.holds_lists(name))
     ]
     refuse_two(found, what, option, table.path)
-    others = [name for name in columns_named(free, usual) if name not in found]
-    if others and not found and what == "positions":
-        shown = next(iter(table.examined_values(others[0])), "")
-        logger.warning(
-            "%s: column %r is not read: %r is not a number", table.path, others[0], shown[:40]
-        )
     return found[0] if found else None
+
+
+def _report_unread_positions(table: LogTable, free: Sequence[str]) -> None:
+    """Report a column that has the name of positions, and holds no numbers."""
+    for name in columns_named(free, names.POSITION)[:1]:
+        shown = next(iter(table.examined_values(name)), "")
+        logger.warning(
+            "%s: column %r is not read: %r is not a number", table.path, name, shown[:40]
+        )
 
 
 def action_column(table: LogTable, named: str | None, free: Sequence[str]) -> str | None:
