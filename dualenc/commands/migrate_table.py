@@ -80,9 +80,10 @@ def _again(target: str, options: TableOptions) -> str:
 
     shown = without_credentials(target)
     if is_postgres(target):
-        shown = importlib.import_module("dualenc.search.engines.postgres_url").without_secrets(
-            target
-        )
+        # Needs psycopg.
+        from dualenc.search.engines.postgres_url import without_secrets
+
+        shown = without_secrets(target)
     words = ["dualenc", "migrate", shown]
     for name, value in _of_columns(options).items():
         words += [name, value] if value is not None else []
